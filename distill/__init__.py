@@ -1,0 +1,1 @@
+"""Distillation: from prompts and a target to what the drafter learns from."""

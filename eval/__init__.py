@@ -1,0 +1,1 @@
+"""Evaluation: is it exact, does it pay, why, and where not."""

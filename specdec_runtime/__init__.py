@@ -1,0 +1,1 @@
+"""Speculative decoding runtime: any transformers decoder, any drafter, the exact same text."""

@@ -1,0 +1,41 @@
+"""Tiny random models and a byte tokenizer, made in memory: no test needs a network."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "disabled")
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+VOCAB_SIZE = 64
+
+
+def tiny_llama(seed: int, *, num_layers: int = 2, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
+    """A random Llama decoder, float32, eval mode; equal seeds give equal weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.3,  # large enough that greedy text is not one repeated token
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_target() -> PreTrainedModel:
+    return tiny_llama(0, num_layers=2)
+
+
+@pytest.fixture(scope="session")
+def tiny_draft() -> PreTrainedModel:
+    return tiny_llama(1, num_layers=1)

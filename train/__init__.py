@@ -1,0 +1,1 @@
+"""Training: entry point, loop, checkpoints, run folder, tracking, export."""
