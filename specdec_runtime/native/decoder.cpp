@@ -1,0 +1,490 @@
+// A Llama-family decoder over a key/value cache: one call runs all layers for all rows.
+//
+// What is here: embedding, attention with grouped heads, rotary positions, gated MLP, head, greedy
+// drafting. Weights are BFloat16 or float; activations, cache and arithmetic are float.
+// What is not: loading, checks of arguments (engine.py does both), other architectures.
+//
+// Shapes: T tokens of one segment, D hidden, H heads, KV key/value heads, E head_dim, Ep = E rounded
+// up to 16. Every head occupies Ep columns of the activations; the columns from E on are 0.
+// Cache: keys   [layers, batch, KV, capacity / 16, E, 16]   16 neighbouring slots side by side
+//        values [layers, batch, KV, Ep / 16, capacity, 16]  16 neighbouring dimensions side by side
+// Both are panels as in kernels.h, so scores and weighted sums are matrix products as well.
+
+#include <omp.h>
+
+#include <vector>
+
+#include "kernels.h"
+
+namespace {
+
+struct Layer {
+    Linear qkv, attention_out;      // rows of qkv: H query heads, KV key heads, KV value heads
+    Linear gate_up, down;           // rows of gate_up: 16 of gate, 16 of up, alternating
+    const float *norm_attention, *norm_mlp;  // [D rounded up to 16]
+    const float *norm_query, *norm_key;      // [Ep] or null
+    int64_t window;                 // a query sees this many positions including its own; 0: all
+};
+
+struct Model {
+    const Layer* layers;
+    Linear head;
+    const void* embedding;          // [vocabulary, D], plain rows
+    const float* norm_final;        // [D rounded up to 16]
+    const float* inverse_frequencies;  // [E / 2]
+    const int64_t* head_token_ids;  // [num_logits]: token of each logit column; null: the column itself
+    int64_t num_layers, hidden_size, mlp_size, num_heads, num_kv_heads, head_dim, num_logits, is_bfloat16;
+    float norm_epsilon, attention_scale, rotary_scale;
+};
+
+struct Cache {
+    float *keys, *values;
+    int64_t* lengths;               // [batch]
+    int64_t batch, capacity;
+};
+
+struct Request {
+    const int64_t* token_ids;       // [rows, width]
+    const int64_t* num_new;         // [rows]
+    const int64_t* cache_rows;      // [rows]
+    const int64_t* positions;       // [rows, width] or null: position = slot
+    const uint8_t* visible;         // [rows, width, width] or null: all earlier tokens
+    const float* hidden_in;         // [rows, width, D] or null: the embedding
+    float* logits;                  // [rows, width or 1, num_logits] or null
+    float* const* hidden_out;       // [num_layers + 2] of [rows, width, D] or null; last: after the norm
+    int64_t rows, width, first_layer, end_layer, last_only, threads;
+};
+
+// One new token, where it goes and what it sees.
+struct Token {
+    int64_t cache_row, slot, position;
+    int64_t past;                   // slots of this row that were filled before the call
+    int64_t index;                  // row * width + column in the request
+    const uint8_t* visible;         // [width] or null
+    const int64_t* positions;       // [width] or null: of all new tokens of the row
+    float* logits;                  // [num_logits] or null
+};
+
+// Neighbouring tokens of one row whose attention is computed together.
+struct QueryBlock {
+    int64_t first, count;
+};
+
+// Long prompts run in segments, so that the activations stay small.
+constexpr int64_t MAX_SEGMENT_TOKENS = 512;
+// Query rows (tokens times heads) of one attention task: a few tiles, so keys are read rarely.
+constexpr int64_t ATTENTION_ROWS = 24;
+
+// The activations of one segment. Kept by each calling thread: no page faults from call to call.
+struct Buffers {
+    std::vector<float> residual, normed, qkv, attended, gated, cosine, sine, scores;
+
+    void resize(std::vector<float>& buffer, int64_t size) {
+        if (int64_t(buffer.size()) < size) buffer.resize(size);
+    }
+};
+
+class Segment {
+  public:
+    Segment(const Model& model, const Cache& cache, const Request& request,
+            const std::vector<Token>& tokens, Buffers& buffers);
+
+    void run() {
+#pragma omp parallel num_threads(int(request.threads))
+        model.is_bfloat16 ? run_in_team<BFloat16>() : run_in_team<float>();
+    }
+
+  private:
+    const Model& model;
+    const Cache& cache;
+    const Request& request;
+    const std::vector<Token>& tokens;
+    Buffers& buffers;
+    std::vector<QueryBlock> blocks;
+    std::vector<int64_t> logit_tokens;  // tokens whose logits are wanted
+    int64_t num_tokens, hidden_stride, head_stride, qkv_stride, attended_stride, gated_stride;
+    int64_t heads_per_task, scores_stride, scratch_size;
+
+    template <class Weight> void run_in_team();
+    template <class Weight> void embed();
+    template <class Weight> void run_layer(int64_t index);
+    template <class Weight> void add_product(const Linear& linear, const std::vector<float>& x, int64_t stride);
+    template <class Weight> void run_head();
+    void compute_angles(int64_t t);
+    void normalise(const float* weight);
+    void write_hidden(int64_t k, const std::vector<float>& x);
+    void place_head(const Layer& layer, int64_t layer_index, int64_t t, int64_t head);
+    void rotate(int64_t t, float* head) const;
+    void attend(int64_t layer_index, int64_t window, const QueryBlock& block, int64_t first_head, float* scores);
+    float softmax_tree(const Token& token, int64_t window, float* scores, int64_t origin) const;
+
+    float* query(int64_t t, int64_t head) { return &buffers.qkv[t * qkv_stride + head * head_stride]; }
+    float* keys(int64_t layer, int64_t row, int64_t kv_head) const {
+        return cache.keys + ((layer * cache.batch + row) * model.num_kv_heads + kv_head) * cache.capacity * model.head_dim;
+    }
+    float* values(int64_t layer, int64_t row, int64_t kv_head) const {
+        return cache.values + ((layer * cache.batch + row) * model.num_kv_heads + kv_head) * cache.capacity * head_stride;
+    }
+};
+
+Segment::Segment(const Model& model, const Cache& cache, const Request& request,
+                 const std::vector<Token>& tokens, Buffers& buffers)
+    : model(model), cache(cache), request(request), tokens(tokens), buffers(buffers) {
+    num_tokens = int64_t(tokens.size());
+    hidden_stride = round_up(model.hidden_size, LANES);
+    head_stride = round_up(model.head_dim, LANES);
+    qkv_stride = (model.num_heads + 2 * model.num_kv_heads) * head_stride;
+    attended_stride = model.num_heads * head_stride;
+    gated_stride = round_up(model.mlp_size, LANES);
+
+    const int64_t group = model.num_heads / model.num_kv_heads;
+    const int64_t block_tokens = std::max<int64_t>(1, ATTENTION_ROWS / group);
+    int64_t longest = 0;
+    for (int64_t t = 0; t < num_tokens; ++t) {
+        const bool same_row = t > 0 && tokens[t].cache_row == tokens[t - 1].cache_row;
+        if (!same_row || blocks.back().count == block_tokens) blocks.push_back({t, 0});
+        ++blocks.back().count;
+        longest = std::max(longest, tokens[t].slot + 1);
+        if (tokens[t].logits != nullptr) logit_tokens.push_back(t);
+    }
+    // Few tasks: one per head, so that all threads have work. The arithmetic is the same.
+    const bool few = int64_t(blocks.size()) * model.num_kv_heads < 4 * request.threads;
+    heads_per_task = few ? 1 : group;
+    scores_stride = round_up(longest, LANES);
+    scratch_size = MAX_TILE_ROWS * (scores_stride + head_stride);
+
+    buffers.resize(buffers.residual, num_tokens * hidden_stride);
+    buffers.resize(buffers.normed, num_tokens * hidden_stride);
+    buffers.resize(buffers.qkv, num_tokens * qkv_stride);
+    buffers.resize(buffers.attended, num_tokens * attended_stride);
+    buffers.resize(buffers.gated, num_tokens * gated_stride);
+    buffers.resize(buffers.cosine, num_tokens * model.head_dim / 2);
+    buffers.resize(buffers.sine, num_tokens * model.head_dim / 2);
+    buffers.resize(buffers.scores, request.threads * scratch_size);
+}
+
+template <class Weight>
+void Segment::run_in_team() {
+    embed<Weight>();
+    for (int64_t layer = request.first_layer; layer < request.end_layer; ++layer) {
+        write_hidden(layer, buffers.residual);
+        run_layer<Weight>(layer);
+    }
+    write_hidden(request.end_layer, buffers.residual);
+    if (!logit_tokens.empty() || request.hidden_out[model.num_layers + 1] != nullptr) run_head<Weight>();
+}
+
+template <class Weight>
+void Segment::embed() {
+    const auto* embedding = static_cast<const Weight*>(model.embedding);
+    const int64_t size = model.hidden_size;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < num_tokens; ++t) {
+        float* x = &buffers.residual[t * hidden_stride];
+        const int64_t index = tokens[t].index;
+        if (request.hidden_in != nullptr)
+            std::copy_n(request.hidden_in + index * size, size, x);
+        else
+            for (int64_t i = 0; i < size; ++i) x[i] = to_float(embedding[request.token_ids[index] * size + i]);
+        std::fill(x + size, x + hidden_stride, 0.0f);
+        compute_angles(t);
+    }
+}
+
+// Su et al. 2021, arXiv:2104.09864. The angle is a float product, as in transformers.
+void Segment::compute_angles(int64_t t) {
+    const int64_t half = model.head_dim / 2;
+    for (int64_t i = 0; i < half; ++i) {
+        const double angle = float(tokens[t].position) * model.inverse_frequencies[i];
+        buffers.cosine[t * half + i] = float(std::cos(angle)) * model.rotary_scale;
+        buffers.sine[t * half + i] = float(std::sin(angle)) * model.rotary_scale;
+    }
+}
+
+void Segment::write_hidden(int64_t k, const std::vector<float>& x) {
+    float* out = request.hidden_out[k];
+    if (out == nullptr) return;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < num_tokens; ++t)
+        std::copy_n(&x[t * hidden_stride], model.hidden_size, out + tokens[t].index * model.hidden_size);
+}
+
+void Segment::normalise(const float* weight) {
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < num_tokens; ++t)
+        rms_norm(&buffers.residual[t * hidden_stride], weight, model.hidden_size, hidden_stride,
+                 model.norm_epsilon, &buffers.normed[t * hidden_stride]);
+}
+
+// residual += x times the matrix.
+template <class Weight>
+void Segment::add_product(const Linear& linear, const std::vector<float>& x, int64_t stride) {
+    matrix_product<Weight>(linear, x.data(), stride, num_tokens, request.threads, 1,
+                           [this](int64_t row, int64_t first, int64_t count, const float* product) {
+        float* sum = &buffers.residual[row * hidden_stride + first];
+        for (int64_t i = 0; i < count; ++i) sum[i] += product[i];
+    });
+}
+
+template <class Weight>
+void Segment::run_layer(int64_t index) {
+    const Layer& layer = model.layers[index];
+    normalise(layer.norm_attention);
+    matrix_product<Weight>(layer.qkv, buffers.normed.data(), hidden_stride, num_tokens, request.threads, 1,
+                           [this](int64_t row, int64_t first, int64_t count, const float* product) {
+        std::copy_n(product, count, &buffers.qkv[row * qkv_stride + first]);
+    });
+
+    const int64_t heads = model.num_heads + 2 * model.num_kv_heads;
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < num_tokens * heads; ++i) place_head(layer, index, i / heads, i % heads);
+
+    const int64_t tasks_per_block = model.num_heads / heads_per_task;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < int64_t(blocks.size()) * tasks_per_block; ++task)
+        attend(index, layer.window, blocks[task / tasks_per_block], task % tasks_per_block * heads_per_task,
+               &buffers.scores[omp_get_thread_num() * scratch_size]);
+
+    add_product<Weight>(layer.attention_out, buffers.attended, attended_stride);
+    normalise(layer.norm_mlp);
+    matrix_product<Weight>(layer.gate_up, buffers.normed.data(), hidden_stride, num_tokens, request.threads, 2,
+                           [this](int64_t row, int64_t first, int64_t count, const float* product) {
+        float* out = &buffers.gated[row * gated_stride + first / 2];
+        for (int64_t i = 0; i < count; i += 2 * LANES, out += LANES)
+            store(out, gated(load(product + i), load(product + i + LANES)));
+    });
+    add_product<Weight>(layer.down, buffers.gated, gated_stride);
+}
+
+// Norm and rotation of one head of one token; keys and values go to the cache.
+void Segment::place_head(const Layer& layer, int64_t layer_index, int64_t t, int64_t head) {
+    const Token& token = tokens[t];
+    float* x = query(t, head);
+    const bool is_query = head < model.num_heads;
+    const int64_t kv_head = (head - model.num_heads) % model.num_kv_heads;
+    if (!is_query && head >= model.num_heads + model.num_kv_heads) {
+        float* out = values(layer_index, token.cache_row, kv_head) + token.slot * LANES;
+        for (int64_t i = 0; i < head_stride; i += LANES) std::copy_n(x + i, LANES, out + i * cache.capacity);
+        return;
+    }
+    const float* norm = is_query ? layer.norm_query : layer.norm_key;
+    if (norm != nullptr) rms_norm(x, norm, model.head_dim, head_stride, model.norm_epsilon, x);
+    rotate(t, x);
+    if (is_query) {
+        for (int64_t i = 0; i < model.head_dim; ++i) x[i] *= model.attention_scale;
+        return;
+    }
+    float* out = keys(layer_index, token.cache_row, kv_head) + token.slot / LANES * LANES * model.head_dim;
+    for (int64_t i = 0; i < model.head_dim; ++i) out[i * LANES + token.slot % LANES] = x[i];
+}
+
+void Segment::rotate(int64_t t, float* head) const {
+    const int64_t half = model.head_dim / 2;
+    const float *cosine = &buffers.cosine[t * half], *sine = &buffers.sine[t * half];
+    for (int64_t i = 0; i < half; ++i) {
+        const float first = head[i], second = head[i + half];
+        head[i] = first * cosine[i] - second * sine[i];
+        head[i + half] = second * cosine[i] + first * sine[i];
+    }
+}
+
+inline int64_t first_visible(const Token& token, int64_t window) {
+    return window > 0 ? std::max<int64_t>(0, token.position - window + 1) : 0;
+}
+
+// Attention of a block of tokens, for heads_per_task heads that share one key/value head.
+// Weights of slots that a token does not see are exactly 0; adding 0 * value changes no sum, so a
+// token gets the same bits whichever tokens share its block, and in a tree the same as in a chain.
+void Segment::attend(int64_t layer_index, int64_t window, const QueryBlock& block, int64_t first_head,
+                     float* scores) {
+    const int64_t row = tokens[block.first].cache_row;
+    const int64_t kv_head = first_head / (model.num_heads / model.num_kv_heads);
+    int64_t begin = tokens[block.first].slot;
+    for (int64_t t = block.first; t < block.first + block.count; ++t)
+        begin = std::min(begin, first_visible(tokens[t], window));
+    begin = begin / LANES * LANES;
+    const int64_t end = round_up(tokens[block.first + block.count - 1].slot + 1, LANES);
+    const float* key_panels = keys(layer_index, row, kv_head) + begin * model.head_dim;
+    const float* value_panels = values(layer_index, row, kv_head) + begin * LANES;
+    float* sums = scores + MAX_TILE_ROWS * scores_stride;
+
+    for_each_tile(block.count * heads_per_task, [&](int64_t first, int64_t height) {
+        const float* a[MAX_TILE_ROWS];
+        for (int64_t r = 0; r < height; ++r)
+            a[r] = query(block.first + (first + r) / heads_per_task, first_head + (first + r) % heads_per_task);
+        multiply_rows(height, a, key_panels, model.head_dim * LANES, (end - begin) / LANES, model.head_dim,
+                      scores, scores_stride);
+
+        float scale[MAX_TILE_ROWS];
+        for (int64_t r = 0; r < height; ++r) {
+            const Token& token = tokens[block.first + (first + r) / heads_per_task];
+            float* line = scores + r * scores_stride;
+            const int64_t from = first_visible(token, window) - begin, to = token.slot + 1 - begin;
+            scale[r] = token.visible == nullptr ? softmax_numerators(line, from, to)
+                                                : softmax_tree(token, window, line, begin);
+            std::fill(line, line + from / LANES * LANES, 0.0f);
+            std::fill(line + to, line + (end - begin), 0.0f);
+            a[r] = line;
+        }
+        multiply_rows(height, a, value_panels, cache.capacity * LANES, head_stride / LANES, end - begin, sums,
+                      head_stride);
+        for (int64_t r = 0; r < height; ++r) {
+            const int64_t t = block.first + (first + r) / heads_per_task;
+            float* out = &buffers.attended[t * attended_stride + (first_head + (first + r) % heads_per_task) * head_stride];
+            for (int64_t i = 0; i < head_stride; ++i) out[i] = sums[r * head_stride + i] * scale[r];
+        }
+    });
+}
+
+// Softmax over the past and the token's ancestors. Their scores move together first, so that each
+// has the lane it would have in a chain, and back afterwards. scores[0] belongs to slot `origin`.
+float Segment::softmax_tree(const Token& token, int64_t window, float* scores, int64_t origin) const {
+    const int64_t begin = first_visible(token, window);
+    const int64_t own = token.slot - token.past;
+    const auto sees = [&](int64_t i) {
+        return (i == own || token.visible[i]) && token.positions[i] >= begin;
+    };
+    float* fresh = scores + token.past - origin;
+    int64_t count = std::max(begin, token.past) - origin;
+    for (int64_t i = 0; i <= own; ++i)
+        if (sees(i)) scores[count++] = fresh[i];
+    const float scale = softmax_numerators(scores, begin - origin, count);
+    for (int64_t i = own; i >= 0; --i) fresh[i] = sees(i) ? scores[--count] : 0.0f;
+    return scale;
+}
+
+template <class Weight>
+void Segment::run_head() {
+    normalise(model.norm_final);
+    write_hidden(model.num_layers + 1, buffers.normed);
+    const int64_t count = int64_t(logit_tokens.size());
+    if (count == 0) return;
+    // The rows that need logits, moved together (in place: they only move towards the front).
+#pragma omp single
+    for (int64_t i = 0; i < count; ++i)
+        if (logit_tokens[i] != i)
+            std::copy_n(&buffers.normed[logit_tokens[i] * hidden_stride], hidden_stride, &buffers.normed[i * hidden_stride]);
+    matrix_product<Weight>(model.head, buffers.normed.data(), hidden_stride, count, request.threads, 1,
+                           [this](int64_t row, int64_t first, int64_t width, const float* product) {
+        const int64_t real = std::min(width, model.num_logits - first);
+        std::copy_n(product, std::max<int64_t>(real, 0), tokens[logit_tokens[row]].logits + first);
+    });
+}
+
+std::vector<Token> list_tokens(const Model& model, const Cache& cache, const Request& request) {
+    std::vector<Token> tokens;
+    for (int64_t r = 0; r < request.rows; ++r) {
+        const int64_t row = request.cache_rows[r], past = cache.lengths[row], count = request.num_new[r];
+        const int64_t* positions = request.positions ? request.positions + r * request.width : nullptr;
+        for (int64_t j = 0; j < count; ++j) {
+            const int64_t index = r * request.width + j;
+            float* logits = nullptr;
+            if (request.logits != nullptr && (!request.last_only || j == count - 1))
+                logits = request.logits + (request.last_only ? r : index) * model.num_logits;
+            tokens.push_back({row, past + j, positions ? positions[j] : past + j, past, index,
+                              request.visible ? request.visible + index * request.width : nullptr, positions,
+                              logits});
+        }
+    }
+    return tokens;
+}
+
+Buffers& thread_buffers() {
+    thread_local Buffers buffers;
+    return buffers;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Sizes of the structures, so that engine.py can check that its mirror of them is right.
+void draftloop_sizes(int64_t* sizes) {
+    const int64_t all[] = {sizeof(Linear), sizeof(Layer), sizeof(Model), sizeof(Cache), sizeof(Request)};
+    std::copy(std::begin(all), std::end(all), sizes);
+}
+
+// Plain rows [outputs, inputs] to panels [outputs / 16 rounded up][inputs][16], padded with 0.
+void draftloop_pack(const void* rows, int64_t outputs, int64_t inputs, int64_t is_bfloat16, void* panels) {
+    const auto pack = [&](const auto* source, auto* target) {
+        const int64_t num_panels = divide_up(outputs, LANES);
+#pragma omp parallel for
+        for (int64_t p = 0; p < num_panels; ++p)
+            for (int64_t i = 0; i < inputs; ++i)
+                for (int c = 0; c < LANES; ++c) {
+                    const int64_t row = p * LANES + c;
+                    const int column = sizeof(*source) == 2 ? pack_column(c) : c;
+                    target[(p * inputs + i) * LANES + column] = row < outputs ? source[row * inputs + i] : std::decay_t<decltype(*source)>{};
+                }
+    };
+    if (is_bfloat16)
+        pack(static_cast<const BFloat16*>(rows), static_cast<BFloat16*>(panels));
+    else
+        pack(static_cast<const float*>(rows), static_cast<float*>(panels));
+}
+
+void draftloop_forward(const Model* model, const Cache* cache, const Request* request) {
+    const std::vector<Token> tokens = list_tokens(*model, *cache, *request);
+    for (size_t first = 0; first < tokens.size(); first += MAX_SEGMENT_TOKENS) {
+        const size_t end = std::min(tokens.size(), first + MAX_SEGMENT_TOKENS);
+        const std::vector<Token> part(tokens.begin() + first, tokens.begin() + end);
+        Segment(*model, *cache, *request, part, thread_buffers()).run();
+    }
+    for (int64_t r = 0; r < request->rows; ++r) cache->lengths[request->cache_rows[r]] += request->num_new[r];
+}
+
+// logits[rows, num_logits] of hidden[rows, D], to which the final norm has been applied.
+void draftloop_logits(const Model* model, const float* hidden, int64_t rows, int64_t threads, float* logits) {
+    const auto done = [&](int64_t row, int64_t first, int64_t width, const float* product) {
+        const int64_t real = std::min(width, model->num_logits - first);
+        std::copy_n(product, std::max<int64_t>(real, 0), logits + row * model->num_logits + first);
+    };
+#pragma omp parallel num_threads(int(threads))
+    if (model->is_bfloat16)
+        matrix_product<BFloat16>(model->head, hidden, model->hidden_size, rows, threads, 1, done);
+    else
+        matrix_product<float>(model->head, hidden, model->hidden_size, rows, threads, 1, done);
+}
+
+// Runs the request (which wants the last logits), then drafts greedily: drafted [rows, steps].
+// The last drafted token is not fed, so each row grows by num_new + steps - 1.
+void draftloop_greedy_chain(const Model* model, const Cache* cache, const Request* request, int64_t steps,
+                            int64_t* drafted) {
+    std::vector<int64_t> latest(request->rows);
+    const std::vector<int64_t> ones(request->rows, 1);
+    Request next = *request;
+    for (int64_t step = 0; step < steps; ++step) {
+        draftloop_forward(model, cache, &next);
+        for (int64_t r = 0; r < request->rows; ++r) {
+            const int64_t column = argmax(request->logits + r * model->num_logits, model->num_logits);
+            latest[r] = model->head_token_ids != nullptr ? model->head_token_ids[column] : column;
+            drafted[r * steps + step] = latest[r];
+        }
+        next.token_ids = latest.data();
+        next.num_new = ones.data();
+        next.width = 1;
+    }
+}
+
+// Moves slots of one row to start, start + 1, ...: the accepted path of a tree becomes a chain.
+// slots must ascend with slots[i] >= start + i, so nothing is overwritten before it has moved.
+void draftloop_keep_path(const Model* model, const Cache* cache, int64_t row, int64_t start, const int64_t* slots,
+                         int64_t count) {
+    const int64_t size = model->head_dim, padded = round_up(size, LANES), capacity = cache->capacity;
+    for (int64_t layer = 0; layer < model->num_layers; ++layer)
+        for (int64_t h = 0; h < model->num_kv_heads; ++h) {
+            const int64_t head = (layer * cache->batch + row) * model->num_kv_heads + h;
+            float* keys = cache->keys + head * capacity * size;
+            float* values = cache->values + head * capacity * padded;
+            for (int64_t i = 0; i < count; ++i) {
+                const int64_t from = slots[i], to = start + i;
+                const float* key = keys + from / LANES * LANES * size + from % LANES;
+                float* new_key = keys + to / LANES * LANES * size + to % LANES;
+                for (int64_t e = 0; e < size; ++e) new_key[e * LANES] = key[e * LANES];
+                for (int64_t p = 0; p < padded; p += LANES)
+                    std::copy_n(values + p * capacity + from * LANES, LANES, values + p * capacity + to * LANES);
+            }
+        }
+}
+
+}  // extern "C"

@@ -1,0 +1,215 @@
+"""From a transformers model to the packed weights that decoder.cpp reads.
+
+Which models: `unsupported_reason`. How they are laid out: decoder.cpp (heads padded to a multiple of
+16 columns, gate and up interleaved) and kernels.h (panels). Copying is done once, at load time.
+
+Shapes: D hidden, F MLP, H heads, E head_dim, Ep = E rounded up to 16.
+"""
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PretrainedConfig, PreTrainedModel
+
+from specdec_runtime.native import abi
+
+LANES = 16
+_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# Rotary types whose frequencies do not change with the sequence length.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def unsupported_reason(config: PretrainedConfig) -> str | None:
+    """What about this model the C++ decoder cannot run; None if it can run it."""
+    if config.model_type not in _MODEL_TYPES:
+        return f"model type {config.model_type!r} (only {', '.join(_MODEL_TYPES)})"
+    if getattr(config, "quantization_config", None) is not None:
+        return "quantized weights"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"activation {config.hidden_act!r} (only 'silu')"
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") not in _ROPE_TYPES:
+        return f"rope type {rope['rope_type']!r} (only {', '.join(_ROPE_TYPES)})"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"partial rotary embedding ({rope['partial_rotary_factor']})"
+    if head_dim(config) % 2:
+        return f"odd head_dim {head_dim(config)}"
+    unknown = set(getattr(config, "layer_types", None) or ()) - set(_LAYER_TYPES)
+    return f"layer types {sorted(unknown)}" if unknown else None
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+@dataclass(kw_only=True)
+class PackedWeights:
+    """The C structure `abi.Model` and the tensors it points into."""
+
+    model: abi.Model
+    dtype: torch.dtype
+    num_embeddings: int
+    tensors: list[Tensor] = field(repr=False)  # alive as long as the pointers
+    layers: ctypes.Array = field(repr=False)
+
+
+def pack_weights(model: PreTrainedModel, *, library: ctypes.CDLL, weight_dtype: torch.dtype | None,
+                 head_rows: Tensor | None) -> PackedWeights:
+    """Copies all weights of `model` into the layout of decoder.cpp.
+
+    Args:
+        weight_dtype: bfloat16 or float32; None = bfloat16 if that changes no weight.
+        head_rows: [n] int64 rows of the head to keep, in this order; None = all.
+
+    Raises:
+        ValueError: a layer that is not a plain nn.Linear, or another weight_dtype.
+    """
+    dtype = weight_dtype or _exact_dtype(model)
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"weight_dtype {dtype}: expected torch.bfloat16 or torch.float32")
+    packer = _Packer(library, dtype)
+    config, decoder = model.config, model.model
+    layers = (abi.Layer * config.num_hidden_layers)()
+    for index, layer in enumerate(decoder.layers):
+        layers[index] = packer.layer(layer, config, _window(config, index))
+
+    embedding = packer.keep(model.get_input_embeddings().weight.detach().cpu().to(dtype))
+    head = model.get_output_embeddings()
+    head_weight = _plain(head, "lm_head").weight.detach()
+    num_logits = len(head_weight) if head_rows is None else len(head_rows)
+    head_weight = head_weight if head_rows is None else head_weight[head_rows.to(head_weight.device)]
+    rotary = decoder.rotary_emb
+    packed = abi.Model(
+        layers=layers, head=packer.linear(head_weight, _rows(head.bias, head_rows)),
+        embedding=abi.pointer(embedding), norm_final=packer.vector(decoder.norm.weight),
+        inverse_frequencies=abi.pointer(packer.keep(rotary.inv_freq.detach().cpu().float())),
+        head_token_ids=None if head_rows is None else abi.pointer(packer.keep(head_rows.cpu().long())),
+        num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
+        mlp_size=config.intermediate_size, num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads, head_dim=head_dim(config), num_logits=num_logits,
+        is_bfloat16=dtype == torch.bfloat16, norm_epsilon=config.rms_norm_eps,
+        attention_scale=head_dim(config) ** -0.5, rotary_scale=rotary.attention_scaling,
+    )  # fmt: skip
+    return PackedWeights(model=packed, dtype=dtype, num_embeddings=len(embedding),
+                         tensors=packer.tensors, layers=layers)
+
+
+def allocate(num_elements: int, dtype: torch.dtype, *, huge_pages: bool) -> Tensor:
+    """Zeros that take memory only where they are touched.
+
+    Huge pages spare the address lookups of a pass over all weights; for a cache, of which little
+    may be used, they would take memory that nobody needs.
+    """
+    size = max(1, num_elements) * dtype.itemsize
+    block = mmap.mmap(-1, size)
+    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(block, dtype=dtype, count=num_elements)
+
+
+class _Packer:
+    """Packs matrices and vectors and keeps what it made alive."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
+        self.library, self.dtype = library, dtype
+        self.tensors: list[Tensor] = []
+
+    def layer(self, layer: nn.Module, config: PretrainedConfig, window: int) -> abi.Layer:
+        attention, mlp, size = layer.self_attn, layer.mlp, head_dim(config)
+        projections = [_plain(getattr(attention, name), name) for name in ("q_proj", "k_proj", "v_proj")]
+        out, down = _plain(attention.o_proj, "o_proj"), _plain(mlp.down_proj, "down_proj")
+        gate, up = _plain(mlp.gate_proj, "gate_proj"), _plain(mlp.up_proj, "up_proj")
+        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        return abi.Layer(
+            qkv=self.linear(
+                torch.cat([_pad_heads(p.weight, size) for p in projections]),
+                _concatenate([_map(p.bias, lambda bias: _pad_heads(bias, size)) for p in projections])),
+            attention_out=self.linear(_pad_heads(out.weight.T, size).T, out.bias),
+            gate_up=self.linear(_interleave(gate.weight, up.weight),
+                                _map(gate.bias, lambda bias: _interleave(bias, up.bias))),
+            down=self.linear(down.weight, down.bias),
+            norm_attention=self.vector(layer.input_layernorm.weight),
+            norm_mlp=self.vector(layer.post_attention_layernorm.weight),
+            norm_query=_map(norms[0], lambda norm: self.vector(norm.weight)),
+            norm_key=_map(norms[1], lambda norm: self.vector(norm.weight)),
+            window=window,
+        )  # fmt: skip
+
+    def linear(self, weight: Tensor, bias: Tensor | None) -> abi.Linear:
+        """Packs [outputs, inputs] into panels of 16 outputs."""
+        rows = weight.detach().to(device="cpu", dtype=self.dtype).contiguous()
+        outputs, inputs = rows.shape
+        padded = -(-outputs // LANES) * LANES
+        panels = self.keep(allocate(padded * inputs, self.dtype, huge_pages=True))
+        self.library.draftloop_pack(abi.pointer(rows), outputs, inputs,
+                                    self.dtype == torch.bfloat16, abi.pointer(panels))
+        return abi.Linear(weight=abi.pointer(panels), bias=_map(bias, self.vector), outputs=padded,
+                          inputs=inputs)
+
+    def vector(self, values: Tensor) -> int:
+        """Address of a float32 copy, padded with zeros to a multiple of 16."""
+        values = values.detach().to(device="cpu", dtype=torch.float32)
+        return abi.pointer(self.keep(F.pad(values, (0, -len(values) % LANES))))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self.tensors.append(tensor.contiguous())
+        return self.tensors[-1]
+
+
+def _pad_heads(rows: Tensor, size: int) -> Tensor:
+    """[heads * E, ...] -> [heads * Ep, ...]: zero rows behind every head."""
+    heads = rows.detach().unflatten(0, (-1, size))
+    padding = heads.new_zeros(len(heads), -size % LANES, *heads.shape[2:])
+    return torch.cat([heads, padding], dim=1).flatten(0, 1)
+
+
+def _interleave(gate: Tensor, up: Tensor) -> Tensor:
+    """Two [F, ...] -> [2 * F rounded up, ...]: 16 rows of gate, 16 of up, and so on."""
+    padding = gate.new_zeros(-len(gate) % LANES, *gate.shape[1:])
+    blocks = [torch.cat([x.detach(), padding]).unflatten(0, (-1, LANES)) for x in (gate, up)]
+    return torch.stack(blocks, dim=1).flatten(0, 2)
+
+
+def _window(config: PretrainedConfig, layer: int) -> int:
+    """Positions that a query of this layer sees, its own included; 0 = all."""
+    types = getattr(config, "layer_types", None)
+    slides = types[layer] == "sliding_attention" if types else config.model_type == "mistral"
+    return (config.sliding_window or 0) if slides else 0
+
+
+def _exact_dtype(model: PreTrainedModel) -> torch.dtype:
+    """bfloat16 if every matrix is stored in it without a change, else float32."""
+    exact = all(torch.equal(m, m.to(torch.bfloat16).to(m.dtype)) for m in _matrices(model))
+    return torch.bfloat16 if exact else torch.float32
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            yield module.weight.detach()
+
+
+def _plain(module: nn.Module, name: str) -> nn.Linear:
+    if type(module) is not nn.Linear:
+        raise ValueError(f"{name} is a {type(module).__name__}, expected a plain torch.nn.Linear: "
+                         "merge adapters and dequantize before the model is converted")
+    return module
+
+
+def _rows(bias: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    return bias if bias is None or rows is None else bias[rows]
+
+
+def _concatenate(parts: list[Tensor | None]) -> Tensor | None:
+    return None if parts[0] is None else torch.cat(parts)
+
+
+def _map(value, function):
+    """`function(value)`, or None for None."""
+    return None if value is None else function(value)
