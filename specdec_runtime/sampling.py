@@ -1,0 +1,287 @@
+"""Sampling: from logits to the one distribution that draft and target are both processed into.
+
+Every setting means what it means in transformers' `generate`, whose own processors do the work,
+in the same order. Each position is processed with exactly the tokens in front of it (prompt,
+committed, drafted), passed in by the caller. Nothing is remembered from one call to the next, so
+a refused draft leaves no trace. A custom `LogitsProcessor` must likewise be a function of its
+two arguments alone.
+
+Not here: which drafted tokens are kept (verification.py), when to stop (the decode loop).
+
+Shapes: N positions of any rows, V the real vocabulary (padding of the logits is cut off).
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from specdec_runtime.noise import UniformStreams, draw_by_inversion
+from specdec_runtime.sampling_settings import SamplingSettings
+
+__all__ = ["Sampler", "SamplingSettings"]
+
+_Process = Callable[..., Tensor]  # (tokens [n, length] int64, scores [n, V]) -> scores [n, V]
+_DRAFT_STREAM, _VERIFY_STREAM = 1, 2  # purposes of the noise, see noise.py
+
+
+class Sampler:
+    """Applies the settings of one `generate` call to the logits of draft and target.
+
+    Reproducible per row: a row's noise depends on its own seed and on how much of it the row has
+    used. With `seed` an integer, row i has the seed `seed + i`: it draws what a batch of that one
+    prompt draws with that seed, on any device, as long as the models return the same logits.
+
+    Args:
+        settings: checked settings.
+        batch_size: rows of the call.
+        prompt_lengths: tokens of each row's prompt.
+        eos_token_ids: what `min_new_tokens` forbids.
+        real_vocab_size: ids at or above it have no string; they are cut off the logits.
+        device: where the noise is made.
+        seed: an integer, one per row, or None to draw one from torch's global generator.
+
+    Raises:
+        ValueError: settings that name tokens outside the vocabulary, forbid an end-of-text token
+            or give values for another number of rows.
+    """
+
+    def __init__(
+        self,
+        settings: SamplingSettings,
+        *,
+        batch_size: int,
+        prompt_lengths: Sequence[int],
+        eos_token_ids: Sequence[int],
+        real_vocab_size: int,
+        device: torch.device | str,
+        seed: int | Sequence[int] | None = None,
+    ):
+        assert len(prompt_lengths) == batch_size, (len(prompt_lengths), batch_size)
+        _check_vocabulary(settings, eos_token_ids, real_vocab_size)
+        self.settings = settings
+        self.vocab_size = real_vocab_size
+        self.temperatures = settings.temperatures(batch_size)
+        self.greedy = torch.tensor(self.temperatures, device=device) == 0.0  # [batch]
+        self.all_greedy = not any(self.temperatures)
+        self.needs_history = _needs_history(settings)
+        self._has_processors = self.needs_history or bool(
+            settings.logit_bias or settings.bad_words_ids
+        )
+        self._prompt_lengths = list(prompt_lengths)
+        self._eos_token_ids = list(eos_token_ids)
+        self._processors: dict[tuple[int, torch.device], _Process] = {}
+        self._warpers: _Process = _make_warpers(settings)
+        seeds = _row_seeds(seed, batch_size)
+        self._draft_noise = UniformStreams(seeds, purpose=_DRAFT_STREAM, device=device)
+        self._verify_noise = UniformStreams(seeds, purpose=_VERIFY_STREAM, device=device)
+
+    def probs(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        histories: Sequence[Sequence[int]] | None = None,
+        *,
+        temperature: float | None = None,
+    ) -> Tensor:
+        """The distribution of each position: [N, V] float32. Greedy positions are one-hot.
+
+        Args:
+            logits: [N, at least V], any float dtype.
+            rows: [N], the batch row of each position; a row may occur many times.
+            histories: the tokens in front of each position; needed if `needs_history`.
+            temperature: replaces the temperature of the rows that sample, for a drafter of its
+                own temperature (0: it drafts its likeliest token). Greedy rows stay greedy.
+        """
+        scores = self._processed(logits, rows, histories)
+        temperatures = [self.temperatures[row] for row in rows]
+        if temperature is not None:
+            temperatures = [temperature if value else 0.0 for value in temperatures]
+        if not any(temperatures):
+            return _one_hot(scores)
+        divisor = torch.tensor([value or 1.0 for value in temperatures], device=scores.device)
+        no_tokens = torch.empty(len(rows), 0, dtype=torch.int64)  # the warpers read none
+        probs = self._warpers(no_tokens, scores / divisor[:, None]).softmax(-1)
+        if all(temperatures):
+            return probs
+        greedy = torch.tensor([value == 0.0 for value in temperatures], device=scores.device)
+        return torch.where(greedy[:, None], _one_hot(scores), probs)
+
+    def argmax(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        histories: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """The likeliest token of each position: [N] int64. Arguments as `probs`."""
+        return self._processed(logits, rows, histories).argmax(-1)
+
+    def draw(self, probs: Tensor, rows: Sequence[int]) -> Tensor:
+        """Draft one token for each of the given (distinct) rows from [N, V]: [N] int64."""
+        uniforms = self._draft_noise.take(rows, 1).squeeze(1)
+        return draw_by_inversion(probs, uniforms.to(probs.device))
+
+    def draft_uniforms(self, rows: Sequence[int], count: int) -> Tensor:
+        """Noise for drafts that are not single draws (trees): [N, count] float64."""
+        return self._draft_noise.take(rows, count)
+
+    def verify_uniforms(self, rows: Sequence[int], count: int) -> Tensor:
+        """Noise for the verification rules: [N, count] float64."""
+        return self._verify_noise.take(rows, count)
+
+    def _processed(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        histories: Sequence[Sequence[int]] | None,
+    ) -> Tensor:
+        """Real-vocabulary logits in float32 after every setting but the warpers: [N, V]."""
+        scores = logits[:, : self.vocab_size].float()
+        if not self._has_processors:
+            return scores
+        if self.needs_history:
+            assert histories is not None, "these settings read the tokens in front of a position"
+        else:
+            histories = [()] * len(rows)
+        # Positions with equally long prompts and histories form one rectangle, without padding
+        # that a processor could mistake for tokens.
+        groups = defaultdict(list)
+        for index, (row, history) in enumerate(zip(rows, histories, strict=True)):
+            groups[self._prompt_lengths[row], len(history)].append(index)
+        processed = torch.empty_like(scores)
+        for (prompt_length, _), members in groups.items():
+            tokens = torch.tensor([list(histories[index]) for index in members])
+            run = self._processors_for(prompt_length, scores.device)
+            processed[members] = run(tokens.long().to(scores.device), scores[members])
+        if (processed.amax(-1) == -math.inf).any():
+            raise ValueError(
+                "the sampling settings forbid every token at some position: relax bad_words_ids, "
+                "logit_bias, min_new_tokens or logits_processors"
+            )
+        return processed
+
+    def _processors_for(self, prompt_length: int, device: torch.device) -> _Process:
+        """Made once per prompt length (some count new tokens) and device (some hold tensors)."""
+        key = (prompt_length, device)
+        if key not in self._processors:
+            self._processors[key] = _make_processors(
+                self.settings, self._eos_token_ids, prompt_length, device
+            )
+        return self._processors[key]
+
+
+class _OutputCountPenalty(LogitsProcessor):
+    """Presence and frequency penalties, over the tokens after the prompt."""
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float):
+        self._prompt_length = prompt_length
+        self._presence = presence
+        self._frequency = frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        output = input_ids[:, self._prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, output, scores.new_ones(output.shape))
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+def _make_processors(
+    settings: SamplingSettings,
+    eos_token_ids: Sequence[int],
+    prompt_length: int,
+    device: torch.device,
+) -> LogitsProcessorList:
+    """What `generate` applies whether it samples or not, in its order."""
+    made = LogitsProcessorList()
+    if settings.logit_bias:
+        biases: list[list[list[int] | float]] = [
+            [[token], float(bias)] for token, bias in settings.logit_bias.items()
+        ]
+        made.append(SequenceBiasLogitsProcessor(biases))
+    if settings.repetition_penalty != 1.0:
+        made.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
+    presence, frequency = settings.presence_penalty, settings.frequency_penalty
+    if presence or frequency:
+        made.append(_OutputCountPenalty(prompt_length, presence, frequency))
+    if settings.bad_words_ids is not None:
+        made.append(NoBadWordsLogitsProcessor(settings.bad_words_ids))
+    if settings.min_new_tokens and eos_token_ids:
+        eos = torch.tensor(list(eos_token_ids), device=device)
+        made.append(MinNewTokensLengthLogitsProcessor(prompt_length, settings.min_new_tokens, eos))
+    made.extend(settings.logits_processors)
+    return made
+
+
+def _make_warpers(settings: SamplingSettings) -> LogitsProcessorList:
+    """What `generate` applies only when it samples, after the temperature, in its order."""
+    made = LogitsProcessorList()
+    if settings.top_k is not None:
+        made.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p is not None and settings.top_p < 1.0:
+        made.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        made.append(MinPLogitsWarper(settings.min_p))
+    if settings.typical_p is not None and settings.typical_p < 1.0:
+        made.append(TypicalLogitsWarper(settings.typical_p))
+    return made
+
+
+def _needs_history(settings: SamplingSettings) -> bool:
+    return bool(
+        settings.repetition_penalty != 1.0
+        or settings.presence_penalty
+        or settings.frequency_penalty
+        or settings.min_new_tokens
+        or any(len(word) > 1 for word in settings.bad_words_ids or [])
+        or settings.logits_processors
+    )
+
+
+def _check_vocabulary(
+    settings: SamplingSettings, eos_token_ids: Sequence[int], vocab_size: int
+) -> None:
+    words = settings.bad_words_ids or []
+    bad_tokens = [token for word in words for token in word]
+    named = {"logit_bias": list(settings.logit_bias or {}), "bad_words_ids": bad_tokens}
+    for name, tokens in named.items():
+        if tokens and max(tokens) >= vocab_size:
+            raise ValueError(
+                f"{name} names token {max(tokens)}, but the vocabulary has {vocab_size} tokens: "
+                "use ids of the target's tokenizer"
+            )
+    for word in words:
+        if len(word) == 1 and word[0] in eos_token_ids:
+            raise ValueError(
+                f"bad_words_ids forbids {word[0]}, an end-of-text token: use min_new_tokens to "
+                "delay it, or eos_token_id to change it"
+            )
+
+
+def _row_seeds(seed: int | Sequence[int] | None, batch_size: int) -> list[int]:
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))  # so that torch.manual_seed governs it
+    if isinstance(seed, int):
+        return [seed + row for row in range(batch_size)]
+    if len(seed) != batch_size:
+        raise ValueError(
+            f"seed has {len(seed)} values for {batch_size} prompts: give one, or one per prompt"
+        )
+    return list(seed)
+
+
+def _one_hot(scores: Tensor) -> Tensor:
+    """All mass on the likeliest token: [N, V] float32."""
+    return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
