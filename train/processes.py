@@ -1,0 +1,34 @@
+"""What one process does for all of them."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+
+Result = TypeVar("Result")
+
+
+def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
+    """Runs `function` on the main process only and gives its result to every process.
+
+    Raises:
+        ValueError: on every process, if the function raised it on the main one; so none waits.
+    """
+    if accelerator.num_processes == 1:
+        return function()
+    outcome: list[object] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = function()
+        except ValueError as error:
+            outcome[1] = str(error)
+    broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]  # type: ignore[return-value]
+
+
+def from_all(accelerator: Accelerator, value: Result) -> list[Result]:
+    """The value of every process, in rank order, on every process."""
+    return [value] if accelerator.num_processes == 1 else gather_object([value])
