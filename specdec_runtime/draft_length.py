@@ -1,0 +1,269 @@
+"""Draft length: how many tokens a round drafts, decided before each of them is drawn.
+
+The target's distribution survives speculation only if *whether* a position is drafted does not
+depend on the token drawn there: dropping a token because it looks unlikely shifts the output
+(two tokens of probability .7 and .3 can come out as .85 and .15). So a policy here cannot take
+a token back: `LengthRound` asks it before every draw, shows it the confidences of the tokens in
+front only, and counts the position as drafted the moment the answer is yes.
+
+The drafter's side of one round:
+
+    while members := length_round.ask():      # positions in `rows` that draft one more token
+        ...draw one token for each of them...
+        length_round.tell(confidences)        # in the same order; None if the drafter has none
+
+A confidence is the drafter's probability of the token it drew, at temperature 1. Sessions live
+for one `generate` call and judge every row by that row alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+# Cost-aware drafting forgets old rounds at this rate: about the last 20 count, and a row that
+# stopped drafting drifts back to the prior and tries again.
+_MEMORY = 0.95
+_PRIOR_TESTS = 4.0  # verified tokens the prior is worth
+_NUM_CONFIDENCE_BINS = 5
+
+
+class LengthSession(Protocol):
+    """Decides for the rows of one `generate` call."""
+
+    def wants_more(self, row: int, confidences: Sequence[float | None]) -> bool:
+        """Whether to draft one token more, given the confidences of the round's tokens so far."""
+
+    def end_round(self, row: int, confidences: Sequence[float | None], num_accepted: int) -> None:
+        """Learn what became of the tokens drafted for `row`."""
+
+
+class DraftLength(Protocol):
+    """A policy: what the user chooses. It holds settings only."""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """The most that one round drafts."""
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether drafters must measure the confidences they tell."""
+
+    def begin(self, batch_size: int) -> LengthSession:
+        """A fresh session: nothing is remembered from one `generate` call to the next."""
+
+
+def as_draft_length(value: "int | DraftLength") -> DraftLength:
+    """A number of tokens as a policy; a policy as it is."""
+    return FixedLength(value) if isinstance(value, int) else value
+
+
+class LengthRound:
+    """The draft lengths of one round, grown one position at a time; they never shrink.
+
+    Attributes:
+        num_drafted: [n], positions drafted so far for each of the rows.
+    """
+
+    def __init__(self, session: LengthSession, rows: Sequence[int], limits: Sequence[int]):
+        assert len(rows) == len(limits), (rows, limits)
+        self.num_drafted = [0] * len(rows)
+        self._session = session
+        self._rows = list(rows)
+        self._limits = list(limits)
+        self._confidences: list[list[float | None]] = [[] for _ in rows]
+        self._stopped = [False] * len(rows)
+        self._awaited: list[int] = []
+
+    def cap(self, member: int, available: int) -> None:
+        """Draft at most `available` tokens for this row: what a lookup found, before any is drawn."""
+        assert not self.num_drafted[member], "a cap after a draw could depend on the token drawn"
+        self._limits[member] = min(self._limits[member], available)
+
+    def ask(self) -> list[int]:
+        """The members (indices into rows) that draft one more token now; empty: the round is over."""
+        assert not self._awaited, "the confidences of the last tokens were not told"
+        for member, row in enumerate(self._rows):
+            if self._stopped[member]:
+                continue
+            drafts = self.num_drafted[member] < self._limits[member] and self._session.wants_more(
+                row, self._confidences[member]
+            )
+            if drafts:
+                self._awaited.append(member)
+                self.num_drafted[member] += 1
+            self._stopped[member] = not drafts
+        return list(self._awaited)
+
+    def tell(self, confidences: Sequence[float] | None) -> None:
+        """Confidences of the tokens just drawn, in the order of `ask`."""
+        assert self._awaited, "nothing was asked for"
+        given = [None] * len(self._awaited) if confidences is None else list(confidences)
+        for member, confidence in zip(self._awaited, given, strict=True):
+            self._confidences[member].append(confidence)
+        self._awaited = []
+
+    def finish(self, num_accepted: Sequence[int]) -> None:
+        """Hand the verdict to the session, once the round is verified."""
+        for row, told, kept in zip(self._rows, self._confidences, num_accepted, strict=True):
+            self._session.end_round(row, told, kept)
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """Always `num_draft_tokens`, as far as the limits allow; 0 drafts nothing."""
+
+    num_draft_tokens: int
+    needs_confidence = False
+
+    def __post_init__(self) -> None:
+        _check_num_draft_tokens(self.num_draft_tokens, at_least=0)
+
+    def begin(self, batch_size: int) -> LengthSession:
+        return _FixedSession(self)
+
+
+@dataclass(frozen=True)
+class ConfidenceThreshold:
+    """Draft until a token was drawn with less confidence than `threshold`; it is still verified."""
+
+    threshold: float
+    num_draft_tokens: int
+    needs_confidence = True
+
+    def __post_init__(self) -> None:
+        _check_num_draft_tokens(self.num_draft_tokens, at_least=1)
+        if not 0.0 <= self.threshold <= 1.0:
+            raise ValueError(f"draft length threshold is {self.threshold}, expected 0 to 1")
+
+    def begin(self, batch_size: int) -> LengthSession:
+        return _ThresholdSession(self)
+
+
+@dataclass(frozen=True)
+class CostAware:
+    """Draft one token more while it is likely enough to be kept to pay for itself.
+
+    By the renewal-reward theorem the best rule drafts position k while
+    P(the first k are kept) >= S * (c + v(k) - v(k - 1)), S being the tokens per unit of time that
+    the rule itself achieves. Time is in passes of the target over one token. P is a product of
+    acceptance rates by confidence, S a running rate; both are learned row by row.
+
+    Attributes:
+        draft_cost: c, time of one draft step.
+        verify_cost: v(0), v(1), ..., v(num_draft_tokens): time of a target pass over that many
+            drafted tokens and the pending one; v(0) is 1.
+        acceptance: share of drafted tokens expected to be kept, before anything is known.
+    """
+
+    draft_cost: float
+    verify_cost: tuple[float, ...]
+    acceptance: float = 0.7
+    needs_confidence = True
+
+    def __post_init__(self) -> None:
+        _check_num_draft_tokens(self.num_draft_tokens, at_least=1)
+        if self.draft_cost < 0.0:
+            raise ValueError(f"draft_cost is {self.draft_cost}, expected 0 or more target passes")
+        if any(cost <= 0.0 for cost in self.verify_cost):
+            raise ValueError(f"verify_cost is {self.verify_cost}, expected positive target passes")
+        if not 0.0 < self.acceptance < 1.0:
+            raise ValueError(f"acceptance is {self.acceptance}, expected between 0 and 1")
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return len(self.verify_cost) - 1
+
+    def begin(self, batch_size: int) -> LengthSession:
+        return _CostAwareSession(self, batch_size)
+
+
+class _FixedSession:
+    def __init__(self, policy: FixedLength):
+        self._policy = policy
+
+    def wants_more(self, row: int, confidences: Sequence[float | None]) -> bool:
+        return len(confidences) < self._policy.num_draft_tokens
+
+    def end_round(self, row: int, confidences: Sequence[float | None], num_accepted: int) -> None:
+        """Nothing to learn."""
+
+
+class _ThresholdSession:
+    def __init__(self, policy: ConfidenceThreshold):
+        self._policy = policy
+
+    def wants_more(self, row: int, confidences: Sequence[float | None]) -> bool:
+        if len(confidences) >= self._policy.num_draft_tokens:
+            return False
+        last = confidences[-1] if confidences else None
+        return last is None or last >= self._policy.threshold
+
+    def end_round(self, row: int, confidences: Sequence[float | None], num_accepted: int) -> None:
+        """Nothing to learn."""
+
+
+class _CostAwareSession:
+    def __init__(self, policy: CostAware, batch_size: int):
+        self._policy = policy
+        self._rows = [_RowRecord(policy.acceptance) for _ in range(batch_size)]
+
+    def wants_more(self, row: int, confidences: Sequence[float | None]) -> bool:
+        position = len(confidences) + 1
+        if position > self._policy.num_draft_tokens:
+            return False
+        record = self._rows[row]
+        survival = record.acceptance(None)  # of the token not drawn yet
+        for confidence in confidences:
+            survival *= record.acceptance(confidence)
+        cost = self._policy.verify_cost
+        marginal = self._policy.draft_cost + cost[position] - cost[position - 1]
+        return survival >= record.tokens / record.time * marginal
+
+    def end_round(self, row: int, confidences: Sequence[float | None], num_accepted: int) -> None:
+        num_drafted = len(confidences)
+        time = self._policy.verify_cost[num_drafted] + self._policy.draft_cost * num_drafted
+        self._rows[row].learn(confidences, num_accepted, time)
+
+
+class _RowRecord:
+    """What one row has shown so far, older rounds counting less.
+
+    Bin 0 holds every verified token, bins 1.. those of one range of confidence each.
+    """
+
+    def __init__(self, prior: float):
+        # Before anything is known a confidence is taken at its word.
+        self._prior = [prior] + [
+            (index + 0.5) / _NUM_CONFIDENCE_BINS for index in range(_NUM_CONFIDENCE_BINS)
+        ]
+        self._tests = [0.0] * len(self._prior)
+        self._kept = [0.0] * len(self._prior)
+        self.tokens = self.time = 1.0  # as if one token had been decoded without drafting
+
+    def acceptance(self, confidence: float | None) -> float:
+        """Estimated probability that a token of this confidence (None: any) is kept."""
+        bin_ = _bin_of(confidence)
+        kept = self._kept[bin_] + self._prior[bin_] * _PRIOR_TESTS
+        return kept / (self._tests[bin_] + _PRIOR_TESTS)
+
+    def learn(self, confidences: Sequence[float | None], num_accepted: int, time: float) -> None:
+        for counts in (self._tests, self._kept):
+            counts[:] = [count * _MEMORY for count in counts]
+        # Tokens behind the first refused one were never judged.
+        for position, confidence in enumerate(confidences[: num_accepted + 1]):
+            for bin_ in {0, _bin_of(confidence)}:
+                self._tests[bin_] += 1.0
+                self._kept[bin_] += float(position < num_accepted)
+        self.tokens = self.tokens * _MEMORY + num_accepted + 1
+        self.time = self.time * _MEMORY + time
+
+
+def _bin_of(confidence: float | None) -> int:
+    if confidence is None:
+        return 0
+    return 1 + min(int(confidence * _NUM_CONFIDENCE_BINS), _NUM_CONFIDENCE_BINS - 1)
+
+
+def _check_num_draft_tokens(value: int, *, at_least: int) -> None:
+    if value < at_least:
+        raise ValueError(f"num_draft_tokens is {value}, expected {at_least} or more")
