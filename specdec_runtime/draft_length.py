@@ -62,10 +62,19 @@ class LengthRound:
 
     Attributes:
         num_drafted: [n], positions drafted so far for each of the rows.
+        needs_confidence: whether the drafter has to tell confidences (the policy's own flag).
     """
 
-    def __init__(self, session: LengthSession, rows: Sequence[int], limits: Sequence[int]):
+    def __init__(
+        self,
+        session: LengthSession,
+        rows: Sequence[int],
+        limits: Sequence[int],
+        *,
+        needs_confidence: bool = False,
+    ):
         assert len(rows) == len(limits), (rows, limits)
+        self.needs_confidence = needs_confidence
         self.num_drafted = [0] * len(rows)
         self._session = session
         self._rows = list(rows)

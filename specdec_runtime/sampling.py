@@ -82,6 +82,8 @@ class Sampler:
         self._has_processors = self.needs_history or bool(
             settings.logit_bias or settings.bad_words_ids
         )
+        # argmax of the raw logits is all there is to it: a model may draft by itself.
+        self.is_plain_greedy = self.all_greedy and not self._has_processors
         self._prompt_lengths = list(prompt_lengths)
         self._eos_token_ids = list(eos_token_ids)
         self._processors: dict[tuple[int, torch.device], _Process] = {}
