@@ -1,0 +1,262 @@
+"""Losses between what the draft model predicts and what the target model would say.
+
+Pure functions of one row per loss position; what runs the models, which positions count and how
+sums become a gradient step is elsewhere (`chunked_head.py`, `objective.py`).
+
+Shapes: N loss positions, n tokens of the draft vocabulary (n = V without a reduced vocabulary).
+Notation of the formulas: p target, q draft, m = sum of p over the draft vocabulary (kept mass).
+
+A reduced draft vocabulary keeps n < V tokens. `target_log_probs` are then the n kept columns of the
+*full* log-softmax, so that `exp` of a row sums to m <= 1 and nothing is lost by the cut:
+- KL, reverse KL and JSD compare with p / m and weight the position by m. For the forward KL that is
+  exactly the gradient of the truncated cross-entropy, m q - p: where the target wants a token that
+  the draft can not say, the position teaches little, and where m = 0 it teaches nothing.
+- total variation and the losses on the overlap need no care: a token that q lacks adds
+  min(p, 0) = 0 to the overlap.
+- labels outside the draft vocabulary are -1 and carry no loss.
+
+Everything is natural logarithms, float32 (float64 in, float64 out, for gradcheck).
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+OUTSIDE = -1  # label or argmax that the draft vocabulary does not hold
+# JSD is about beta (1 - beta) times a KL near its ends: below this its gradient all but vanishes.
+_NARROW_BETA = 0.01
+
+
+class LossName(Enum):
+    """What the draft model is trained to minimise."""
+
+    forward_kl = "forward_kl"
+    reverse_kl = "reverse_kl"
+    jsd = "jsd"
+    total_variation = "total_variation"
+    neg_log_overlap = "neg_log_overlap"
+    lk_hybrid = "lk_hybrid"
+    ce_tv = "ce_tv"
+    hard_labels = "hard_labels"
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    """Which loss, and its constants.
+
+    temperature divides the logits of both models before the softmax; the loss is *not* multiplied
+    by temperature squared (Hinton et al. 2015 do, to keep gradients equal over temperatures).
+    """
+
+    name: LossName = LossName.lk_hybrid
+    temperature: float = 1.0
+    beta: float = 0.5  # jsd: 0 is the forward KL, 1 the reverse KL
+    eta: float = 3.0  # lk_hybrid: how fast growing overlap moves weight from KL to total variation
+    ce_weight: float = 0.1  # ce_tv: weight of the cross-entropy, the rest is total variation
+    chunk_tokens: int = 1024  # loss positions whose logits are held at once
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("beta", 0.0, 1.0), ("ce_weight", 0.0, 1.0)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"loss.{name} must be between {low:g} and {high:g}, got {value}")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ValueError(
+                f"loss.temperature must be positive, got {self.temperature}; "
+                "to learn the target's argmax use loss.name=hard_labels on temperature-0 answers"
+            )
+        if not (self.eta >= 0 and math.isfinite(self.eta)):
+            raise ValueError(f"loss.eta must be zero or positive, got {self.eta}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"loss.chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        near_end = 0 < self.beta < _NARROW_BETA or 1 - _NARROW_BETA < self.beta < 1
+        if self.name is LossName.jsd and near_end:
+            warnings.warn(
+                f"loss.beta={self.beta}: this close to 0 or 1 the JSD is almost zero everywhere; "
+                "use exactly 0 (forward KL) or 1 (reverse KL)",
+                stacklevel=2,
+            )
+
+
+def forward_kl(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """KL(p || q) = sum_v p log(p / q): the draft has to cover all that the target may say.
+
+    Gradient in the draft logits: m q - p. Source: DistillSpec, arXiv:2310.08461.
+
+    Args:
+        draft_logits: [N, n].
+        target_log_probs: [N, n], log p of the kept tokens under the full softmax.
+
+    Returns:
+        [N], weighted by the kept mass.
+    """
+    draft_log_probs = _log_softmax(draft_logits)
+    target, mass = _renormalised(target_log_probs)
+    return mass * _kl(target, draft_log_probs)
+
+
+def reverse_kl(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """KL(q || p) = sum_v q log(q / p): the draft may settle on some of what the target says.
+
+    Source: DistillSpec, arXiv:2310.08461; MiniLLM, arXiv:2306.08543. Same shapes as `forward_kl`.
+    """
+    draft_log_probs = _log_softmax(draft_logits)
+    target, mass = _renormalised(target_log_probs)
+    return mass * _kl(draft_log_probs, target)
+
+
+def jsd(draft_logits: Tensor, target_log_probs: Tensor, *, beta: float = 0.5) -> Tensor:
+    """beta KL(p || r) + (1 - beta) KL(q || r) with r = beta p + (1 - beta) q.
+
+    Source: GKD, arXiv:2306.13649, eq. 1. The formula itself is 0 at both ends; as in GKD, beta = 0
+    means the forward and beta = 1 the reverse KL, which are the limits of JSD / beta and
+    JSD / (1 - beta). Between, the formula is used as printed: at 0.999 it is 0.001 times a KL.
+    """
+    if beta == 0:
+        return forward_kl(draft_logits, target_log_probs)
+    if beta == 1:
+        return reverse_kl(draft_logits, target_log_probs)
+    draft_log_probs = _log_softmax(draft_logits)
+    target, mass = _renormalised(target_log_probs)
+    mixture = torch.logaddexp(target + math.log(beta), draft_log_probs + math.log1p(-beta))
+    divergence = beta * _kl(target, mixture) + (1 - beta) * _kl(draft_log_probs, mixture)
+    return mass * divergence
+
+
+def overlap(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """sum_v min(p, q) [N]: the chance that speculative sampling accepts a drafted token.
+
+    Source: Leviathan et al. 2023, arXiv:2211.17192, corollary 3.6.
+    """
+    draft_probs = _log_softmax(draft_logits).exp()
+    return torch.minimum(draft_probs, _precise(target_log_probs).exp()).sum(-1)
+
+
+def total_variation(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """1 - overlap = (sum_v |p - q|) / 2 over the full vocabulary: the chance of a rejection.
+
+    Its gradient vanishes where q has little mass on p's tokens, so that it needs a warm start.
+    Source: arXiv:2310.08461; the vanishing gradient: arXiv:2602.23881, section 3.
+    """
+    return 1.0 - overlap(draft_logits, target_log_probs)
+
+
+def neg_log_overlap(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """-log sum_v min(p, q): the total variation's gradient divided by the overlap.
+
+    Equals the cross-entropy where p is one-hot. Source: LK losses, arXiv:2602.23881, L_alpha.
+    """
+    accepted = overlap(draft_logits, target_log_probs)
+    return -accepted.clamp_min(torch.finfo(accepted.dtype).tiny).log()
+
+
+def lk_hybrid(
+    draft_logits: Tensor,
+    target_log_probs: Tensor,
+    *,
+    eta: float = 3.0,
+    mean_overlap: Tensor | None = None,
+) -> Tensor:
+    """w KL(p || q) + (1 - w) TV(p, q), w = exp(-eta * mean overlap): KL starts, TV finishes.
+
+    Source: LK losses, arXiv:2602.23881, L_lambda: one weight for the whole batch (not one per
+    position), without a gradient of its own.
+
+    Args:
+        mean_overlap: of the whole batch, where the rows given are only a part of it.
+    """
+    divergence, variation = lk_parts(draft_logits, target_log_probs)
+    if mean_overlap is None:
+        mean_overlap = (1 - variation).detach().mean()
+    kl_weight = lk_weight(mean_overlap, eta)
+    return kl_weight * divergence + (1 - kl_weight) * variation
+
+
+def lk_parts(draft_logits: Tensor, target_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """(forward KL [N], total variation [N]) from one softmax of each side."""
+    draft_log_probs = _log_softmax(draft_logits)
+    kept = _precise(target_log_probs)
+    target, mass = _renormalised(kept)
+    accepted = torch.minimum(draft_log_probs.exp(), kept.exp()).sum(-1)
+    return mass * _kl(target, draft_log_probs), 1.0 - accepted
+
+
+def lk_weight(mean_overlap: Tensor, eta: float) -> Tensor:
+    """The share of the KL in `lk_hybrid`: 1 without overlap, exp(-eta) with perfect overlap."""
+    return torch.exp(-eta * mean_overlap.detach())
+
+
+def hard_labels(draft_logits: Tensor, labels: Tensor) -> Tensor:
+    """-log q(label): cross-entropy on the text's own tokens; the target's distribution is unused.
+
+    Args:
+        labels: [N] int64 draft-vocabulary ids; -1 (outside of it) carries no loss.
+    """
+    logits = _precise(draft_logits)
+    return F.cross_entropy(logits, labels, ignore_index=OUTSIDE, reduction="none")
+
+
+def ce_tv(
+    draft_logits: Tensor, target_log_probs: Tensor, labels: Tensor, *, ce_weight: float = 0.1
+) -> Tensor:
+    """ce_weight CE(label) + (1 - ce_weight) TV: the cross-entropy carries the start from scratch.
+
+    Source: DSpark, arXiv:2607.05147 (there .1 and .9 on ||q - p||_1, which is twice the TV).
+    """
+    cross_entropy = hard_labels(draft_logits, labels)
+    return ce_weight * cross_entropy + (1 - ce_weight) * total_variation(
+        draft_logits, target_log_probs
+    )
+
+
+def greedy_agreement(draft_logits: Tensor, target_argmax: Tensor) -> Tensor:
+    """[N] bool: where the draft's first choice is the target's; never where that is -1."""
+    return draft_logits.argmax(-1) == target_argmax
+
+
+# (draft_logits [N, n], target_log_probs [N, n], labels [N], config) -> [N]
+LossFunction = Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
+
+LOSSES: dict[LossName, LossFunction] = {
+    LossName.forward_kl: lambda q, p, labels, config: forward_kl(q, p),
+    LossName.reverse_kl: lambda q, p, labels, config: reverse_kl(q, p),
+    LossName.jsd: lambda q, p, labels, config: jsd(q, p, beta=config.beta),
+    LossName.total_variation: lambda q, p, labels, config: total_variation(q, p),
+    LossName.neg_log_overlap: lambda q, p, labels, config: neg_log_overlap(q, p),
+    LossName.lk_hybrid: lambda q, p, labels, config: lk_hybrid(q, p, eta=config.eta),
+    LossName.ce_tv: lambda q, p, labels, config: ce_tv(q, p, labels, ce_weight=config.ce_weight),
+    LossName.hard_labels: lambda q, p, labels, config: hard_labels(q, labels),
+}
+
+
+# Losses of the text alone: for these the target's distribution is not even computed.
+TARGET_FREE = frozenset({LossName.hard_labels})
+
+
+def _precise(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return _precise(logits).log_softmax(-1)
+
+
+def _renormalised(target_log_probs: Tensor) -> tuple[Tensor, Tensor]:
+    """(log p / m [N, n], m [N]) of the kept columns."""
+    kept = _precise(target_log_probs)
+    log_mass = kept.logsumexp(-1, keepdim=True)
+    # Rounding can lift the mass of a full vocabulary a little over one.
+    return kept - log_mass, log_mass.squeeze(-1).exp().clamp_max(1.0)
+
+
+def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+    """KL(a || b) over the last dimension; a token with a = 0 adds nothing, whatever b is."""
+    a = log_a.exp()
+    terms = a * (log_a - log_b)
+    return torch.where(a > 0, terms, 0.0).sum(-1)

@@ -1,0 +1,173 @@
+"""What the target says at each loss position, in the one form that every loss can use exactly.
+
+That form is the target's last hidden state (post-norm, what its head reads): D numbers a position
+instead of V probabilities, and the frozen head turns them back into logits of exactly the tokens
+that are asked for. The full vocabulary is only ever needed for two numbers, the log-sum-exp of the
+logits and their argmax, and those are kept from the moment when the target's logits existed anyway.
+
+- cached: `answers` recorded the three while the target wrote the text (`TargetRows` of a batch);
+- live: `live_rows` runs the target on the batch now.
+
+Shapes: N loss positions, D hidden size, V target vocabulary, n draft vocabulary, B rows, S tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from distill.draft_vocab import DraftVocab
+from specdec_runtime.model import CausalModel
+
+# Stored states are rounded to 16 bits; recomputed log-sum-exps of a right head stay far below this.
+_LSE_TOLERANCE = 0.1
+_LIVE_CHUNK = 256  # positions whose full logits are held at once
+
+
+@dataclass
+class TargetRows:
+    """The target's signal at N positions.
+
+    Attributes:
+        hidden: [N, D] post-norm hidden state, 16 or 32 bits.
+        log_sum_exp: [N] float32, of the logits over the real vocabulary at temperature 1.
+        argmax: [N] int64 target ids: what greedy decoding says next.
+    """
+
+    hidden: Tensor
+    log_sum_exp: Tensor
+    argmax: Tensor
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def to(self, device: torch.device | str) -> "TargetRows":
+        return TargetRows(
+            self.hidden.to(device), self.log_sum_exp.to(device), self.argmax.to(device)
+        )
+
+
+class TargetHead:
+    """The target's frozen head, cut to a draft vocabulary.
+
+    Args:
+        weight: [V, D] of the target's output embeddings; copied rows, never trained.
+        vocab: the tokens whose probabilities are wanted.
+        real_vocab_size: rows behind it are padding and have no probability.
+        dtype: of the product; float32, or bfloat16 where the hardware multiplies it faster.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        vocab: DraftVocab,
+        *,
+        real_vocab_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        real = weight.shape[0] if real_vocab_size is None else real_vocab_size
+        assert int(vocab.token_ids[-1]) < real, (int(vocab.token_ids[-1]), real)
+        self.vocab = vocab
+        self._full = weight.detach()[:real].to(dtype)
+        self._covers_all = len(vocab) == real
+        # Without a reduced vocabulary both are the same memory.
+        self._kept = (
+            self._full
+            if self._covers_all
+            else self._full[vocab.token_ids.to(weight.device)].contiguous()
+        )
+
+    @classmethod
+    def of(
+        cls, module: PreTrainedModel, vocab: DraftVocab, *, real_vocab_size: int | None = None
+    ) -> "TargetHead":
+        """The head of a transformers causal LM.
+
+        Raises:
+            ValueError: if its head has a bias, which this form does not carry.
+        """
+        head = module.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise ValueError(
+                f"the head of {type(module).__name__} has a bias: expected a head without one"
+            )
+        return cls(head.weight, vocab, real_vocab_size=real_vocab_size)
+
+    @property
+    def kept_weight(self) -> Tensor:
+        """[n, D] rows of the draft vocabulary."""
+        return self._kept
+
+    def to(self, device: torch.device | str) -> "TargetHead":
+        moved = object.__new__(TargetHead)
+        moved.vocab, moved._covers_all = self.vocab, self._covers_all
+        moved._full = self._full.to(device)
+        moved._kept = moved._full if self._covers_all else self._kept.to(device)
+        return moved
+
+    def log_probs(self, rows: TargetRows, part: slice, *, temperature: float = 1.0) -> Tensor:
+        """[c, n] float32 log-probabilities of the kept tokens under the *full* softmax.
+
+        `exp` of a row sums to the mass that the draft vocabulary keeps there.
+        """
+        hidden = rows.hidden[part].to(self._kept.dtype)
+        logits = _product(hidden, self._kept) / temperature
+        if self._covers_all:
+            return logits.log_softmax(-1)  # the stored sum belongs to states before rounding
+        if temperature == 1.0:
+            return logits - rows.log_sum_exp[part, None]
+        full = _product(hidden, self._full) / temperature
+        return logits - full.logsumexp(-1, keepdim=True)
+
+    def check(self, rows: TargetRows) -> None:
+        """Whether this head is the one that the states were recorded in front of.
+
+        Raises:
+            ValueError: if the stored log-sum-exps are not those of this head on these states.
+        """
+        hidden = rows.hidden.to(self._full.dtype)
+        found = _product(hidden, self._full).logsumexp(-1)
+        worst = float((found - rows.log_sum_exp).abs().max())
+        if not worst <= _LSE_TOLERANCE:
+            raise ValueError(
+                f"the stored target states do not belong to this target's head (log-sum-exp off by "
+                f"{worst:.3g}, expected at most {_LSE_TOLERANCE}): write the answers again with the "
+                "target that is distilled"
+            )
+
+
+def live_rows(
+    model: CausalModel,
+    token_ids: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    *,
+    real_vocab_size: int,
+) -> TargetRows:
+    """Runs the target over a right-padded batch; no gradient.
+
+    Args:
+        token_ids: [B, S] int64.
+        lengths: [B] real tokens of each row.
+        positions: [N] int64 indices into the flattened [B * S] positions.
+
+    Returns:
+        The signal at those positions, states in float32.
+    """
+    cache = model.new_cache(len(token_ids), token_ids.shape[1])
+    output = model.forward(
+        token_ids.to(model.device), cache, num_new=lengths, logits=False, hidden_layers=(-1,)
+    )
+    hidden = output.hidden[-1].flatten(0, 1)[positions.to(model.device)]
+    sums, best = [], []
+    for chunk in hidden.split(_LIVE_CHUNK):
+        logits = model.logits_of(chunk)[:, :real_vocab_size]
+        sums.append(logits.logsumexp(-1))
+        best.append(logits.argmax(-1))
+    return TargetRows(hidden, torch.cat(sums), torch.cat(best))
+
+
+def _product(hidden: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast(hidden.device.type, enabled=False):
+        return (hidden @ weight.T).float()
