@@ -236,7 +236,8 @@ def unflatten_optimizer(
         if key.startswith("optimizer."):
             _, number, name = key.split(".", 2)
             state.setdefault(int(number), {})[name] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+    groups = [group | {"betas": tuple(group["betas"])} for group in param_groups]  # JSON has lists
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _difference(saved: dict[str, Tensor], own: dict[str, Tensor]) -> str | None:

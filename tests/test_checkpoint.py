@@ -1,0 +1,233 @@
+"""Checkpoints: complete or invisible, and a resumed run equals the uninterrupted one bit for bit."""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.toy_training import (
+    PRELOADED,
+    ToyBatch,
+    ToyTerms,
+    cross_entropy,
+    micro_batch,
+    run_toy,
+    toy_parts,
+    weights,
+    write_toy_drafter,
+)
+from train.checkpoint import MANIFEST, WEIGHTS, Checkpoints, TrainState
+from train.session import resume, save
+
+MAX_STEPS = 210  # of 125 steps an epoch: the second epoch is under way
+KILLS = {  # case I1: in an epoch, at its last step, at its border, in the next one
+    1: [("objective", 37), ("objective", 124), ("objective", 125), ("objective", 200)],
+    # With 4 micro-batches a step, in the middle of a step, while saving, and just after it.
+    4: [("objective", 37 * 4 + 2), ("saving", 60), ("saved", 120), ("objective", 200 * 4 + 1)],
+}
+
+
+def long_epochs(number: int) -> ToyBatch:
+    """Epochs of 125 batches; the ids name epoch and place, the content follows the place."""
+    epoch, index = divmod(number, 125)
+    place = int(torch.randperm(125, generator=torch.Generator().manual_seed(epoch))[index])
+    return ToyBatch([f"{epoch}-{place}"], micro_batch(place).token_ids)
+
+
+def killed_session(run_dir: Path, accumulation_steps: int, kill: tuple[str, int] | None) -> None:
+    """One process of a run; `kill` = (where, which micro-batch or step) ends it by SIGKILL."""
+    torch.set_num_threads(1)
+    where, number = kill or ("never", 0)
+    trace = (run_dir / "trace.jsonl").open("a")
+
+    def objective(drafter: nn.Module, batch: ToyBatch) -> ToyTerms:
+        objective.calls += 1
+        if where == "objective" and objective.calls + skipped == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        terms = cross_entropy(drafter, batch)
+        loss = terms.loss_sum.item().hex()
+        trace.write(json.dumps([objective.calls + skipped, batch.ids, loss]) + "\n")
+        trace.flush()
+        return terms
+
+    def write_drafter(folder: Path) -> None:
+        step = int(folder.parent.name.split("-")[1].split(".")[0])
+        if where == "saving" and step == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if where == "saved" and step > number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        write_toy_drafter(folder)
+
+    objective.calls = 0
+    found, _ = Checkpoints(run_dir, keep_last=2).newest()
+    skipped = (found.state.step if found else 0) * accumulation_steps
+    parts = toy_parts(
+        accumulation_steps=accumulation_steps, objective=objective, micro_batches=long_epochs
+    )
+    run_toy(run_dir, parts, max_steps=MAX_STEPS, save_every=20, write_drafter=write_drafter)
+
+
+def in_process(function: Callable[..., None], *arguments: object) -> int | None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=function, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def trace_of(run_dir: Path) -> dict[int, tuple]:
+    """Micro-batch number -> (ids, exact loss); what is done twice must come out twice the same."""
+    trace: dict[int, tuple] = {}
+    for line in (run_dir / "trace.jsonl").read_text().splitlines():
+        number, ids, loss = json.loads(line)
+        assert trace.setdefault(number, (ids, loss)) == (ids, loss), number
+    return trace
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 4])
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(
+    tmp_path: Path, accumulation_steps: int
+):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir(), killed.mkdir()
+    assert in_process(killed_session, whole, accumulation_steps, None) == 0
+    for kill in KILLS[accumulation_steps]:
+        assert in_process(killed_session, killed, accumulation_steps, kill) == -signal.SIGKILL
+    assert in_process(killed_session, killed, accumulation_steps, None) == 0
+
+    assert trace_of(killed) == trace_of(whole)
+    assert len(trace_of(whole)) == MAX_STEPS * accumulation_steps
+    ends = [Checkpoints(folder, keep_last=2).newest()[0] for folder in (whole, killed)]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    for file in (WEIGHTS, "optimizer.safetensors"):
+        first, second = (load_file(end.folder / file) for end in ends)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    for field in ("step", "num_tokens", "best_step", "best_score", "first_score"):
+        assert getattr(ends[0].state, field) == getattr(ends[1].state, field)
+    lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (whole, killed)]
+    steps = [[(r["kind"], r["step"]) for r in map(json.loads, text)] for text in lines]
+    assert steps[0] == steps[1]
+
+
+def saved_run(run_dir: Path, steps: int = 6) -> Checkpoints:
+    run_toy(run_dir, toy_parts(), max_steps=steps, save_every=2)
+    return Checkpoints(run_dir, keep_last=2)
+
+
+@pytest.mark.parametrize("damage", ["half", "missing", "no manifest", "changed"])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_named(tmp_path: Path, damage: str):
+    checkpoints = saved_run(tmp_path)
+    newest = checkpoints.root / "step-00000006"
+    weights_file = newest / WEIGHTS
+    if damage == "half":
+        weights_file.write_bytes(weights_file.read_bytes()[: weights_file.stat().st_size // 2])
+    elif damage == "changed":
+        content = bytearray(weights_file.read_bytes())
+        content[-1] ^= 1
+        weights_file.write_bytes(bytes(content))
+    else:
+        (newest / (MANIFEST if damage == "no manifest" else "drafter/config.json")).unlink()
+
+    said: list[str] = []
+    state = resume(checkpoints, toy_parts(), identity={"data": "toy"}, say=said.append)
+
+    assert state is not None
+    assert state.step == 4
+    assert "step-00000006" in said[0]
+    assert "the one before it" in said[0]
+
+
+def test_a_save_that_fails_half_way_leaves_the_previous_checkpoint(tmp_path: Path):
+    def disk_full(folder: Path) -> None:
+        if "00000004" in str(folder):
+            raise OSError("No space left on device")
+        write_toy_drafter(folder)
+
+    with pytest.raises(OSError, match="No space"):
+        run_toy(tmp_path, toy_parts(), max_steps=6, save_every=2, write_drafter=disk_full)
+    checkpoint, passed_over = Checkpoints(tmp_path, keep_last=2).newest()
+    assert checkpoint is not None
+    assert (checkpoint.state.step, passed_over) == (2, [])
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path: Path):
+    parts = toy_parts()
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    state = TrainState(max_steps=9)
+    for step in range(1, 8):
+        state.step = step
+        state.is_best({3: 2.0}.get(step, 1.0))
+        save(checkpoints, parts, state, write_toy_drafter)
+    kept = sorted(path.name for path in checkpoints.root.iterdir())
+    assert kept == ["step-00000003", "step-00000006", "step-00000007"]
+    assert (tmp_path / "best").resolve().name == "step-00000003"
+    assert (tmp_path / "best" / "drafter" / "config.json").is_file()
+
+
+def test_a_worse_drafter_after_resume_does_not_replace_the_best(tmp_path: Path):
+    state = TrainState(max_steps=9, step=4)
+    assert state.is_best(1.7)
+    save(Checkpoints(tmp_path, keep_last=2), toy_parts(), state, write_toy_drafter)
+    again = resume(Checkpoints(tmp_path, keep_last=2), toy_parts(), identity={}, say=str)
+    assert again is not None
+    again.step = 5
+    assert not again.is_best(1.6)
+    assert (again.best_step, again.best_score) == (4, 1.7)
+
+
+def test_moments_step_count_and_rate_come_back(tmp_path: Path):
+    first = toy_parts()
+    run_toy(tmp_path, first, max_steps=5)
+    second = toy_parts()
+    resume(Checkpoints(tmp_path, keep_last=2), second, identity={"data": "toy"}, say=str)
+    one, two = first.optimizer.state_dict(), second.optimizer.state_dict()
+    assert one["param_groups"] == two["param_groups"]
+    assert one["state"].keys() == two["state"].keys()
+    for number, values in one["state"].items():
+        assert values.keys() == two["state"][number].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(value, two["state"][number][k]) for k, value in values.items())
+    assert all(torch.equal(v, weights(second)[k]) for k, v in weights(first).items())
+
+
+def test_keys_carry_no_wrapper_prefix_and_fit_a_compiled_drafter(tmp_path: Path):
+    parts = toy_parts()
+    parts.drafter.compile(backend="eager")
+    save(Checkpoints(tmp_path, keep_last=2), parts, TrainState(max_steps=1), write_toy_drafter)
+    saved = load_file(tmp_path / "checkpoints" / "step-00000000" / WEIGHTS)
+    assert set(saved) == {"embed.weight", "head.weight", "head.bias"}
+    assert resume(Checkpoints(tmp_path, keep_last=2), toy_parts(), identity={}, say=str)
+
+
+def test_another_target_data_set_or_process_count_is_refused(tmp_path: Path):
+    checkpoints = saved_run(tmp_path)
+    with pytest.raises(ValueError, match="data is other here and was toy"):
+        resume(checkpoints, toy_parts(), identity={"data": "other"}, say=str)
+    parts = toy_parts()
+    state = TrainState(max_steps=9, step=9, processes=2, identity={"data": "toy"})
+    save(checkpoints, parts, state, write_toy_drafter)
+    with pytest.raises(ValueError, match="2 processes and would continue with 1"):
+        resume(checkpoints, parts, identity={"data": "toy"}, say=str)
+
+
+def test_a_frozen_weight_is_neither_saved_nor_asked_for(tmp_path: Path):
+    parts = toy_parts()
+    parts.drafter.embed.weight.requires_grad_(False)
+    save(Checkpoints(tmp_path, keep_last=1), parts, TrainState(max_steps=1), write_toy_drafter)
+    saved = load_file(tmp_path / "checkpoints" / "step-00000000" / WEIGHTS)
+    assert set(saved) == {"head.weight", "head.bias"}
+
+
+def test_nothing_in_a_checkpoint_is_pickled(tmp_path: Path):
+    checkpoints = saved_run(tmp_path)
+    suffixes = {path.suffix for path in checkpoints.root.rglob("*") if path.is_file()}
+    assert suffixes == {".json", ".safetensors"}

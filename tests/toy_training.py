@@ -1,0 +1,143 @@
+"""A drafter of a few hundred weights, with dropout, and an endless stream of uneven batches.
+
+Real training sessions on it (start or resume, train, save) take milliseconds.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from train.checkpoint import Checkpoints, TrainState
+from train.interrupts import StopRequest
+from train.loop import Intervals, Measurement, Parts, make_parts, train
+from train.optim import OptimConfig
+from train.progress import StageProgress
+from train.rng import seed_everything
+from train.run_log import RunLog, TrackingConfig
+from train.session import resume, save
+
+VOCAB_SIZE = 11
+BATCHES_PER_EPOCH = 5
+# What takes seconds to import (an optimizer imports torch._dynamo); the workers are forked from it.
+PRELOADED = ["accelerate", "torch._dynamo", "torch.distributed.fsdp", "pytest", "train.session"]
+
+
+@dataclass
+class ToyBatch:
+    ids: list[str]
+    token_ids: Tensor  # [n] int64: predict the next one from each
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) - 1
+
+    def to(self, device: torch.device) -> "ToyBatch":
+        return ToyBatch(self.ids, self.token_ids.to(device))
+
+
+@dataclass
+class ToyTerms:
+    loss_sum: Tensor
+    num_tokens: int
+    counts: dict[str, tuple[Tensor, Tensor]]
+
+
+class ToyDrafter(nn.Module):
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB_SIZE, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(8, VOCAB_SIZE)
+        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return self.head(self.dropout(self.embed(token_ids)))
+
+
+def cross_entropy(drafter: nn.Module, batch: ToyBatch) -> ToyTerms:
+    logits = drafter(batch.token_ids[:-1])
+    loss = nn.functional.cross_entropy(logits, batch.token_ids[1:], reduction="sum")
+    right = (logits.argmax(-1) == batch.token_ids[1:]).sum()
+    return ToyTerms(loss, batch.num_tokens, {"agreement": (right, torch.tensor(len(logits)))})
+
+
+def micro_batch(number: int) -> ToyBatch:
+    """Epochs of a few batches of uneven length, in an order that depends on the epoch."""
+    epoch, index = divmod(number, BATCHES_PER_EPOCH)
+    order = torch.randperm(BATCHES_PER_EPOCH, generator=torch.Generator().manual_seed(epoch))
+    example = int(order[index])
+    generator = torch.Generator().manual_seed(1000 + example)
+    token_ids = torch.randint(VOCAB_SIZE, (3 + 4 * example,), generator=generator)
+    return ToyBatch([f"example-{example}"], token_ids)
+
+
+def toy_parts(
+    *,
+    dropout: float = 0.5,
+    accumulation_steps: int = 1,
+    objective: Callable[[nn.Module, ToyBatch], ToyTerms] = cross_entropy,
+    micro_batches: Callable[[int], ToyBatch] = micro_batch,
+) -> Parts:
+    seed_everything(3)
+    return make_parts(
+        Accelerator(cpu=True),
+        ToyDrafter(dropout),
+        objective,
+        micro_batches,
+        optim=OptimConfig(),
+        accumulation_steps=accumulation_steps,
+        dtype=None,
+    )
+
+
+def write_toy_drafter(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+
+
+def score_of(parts: Parts) -> float:
+    """Stands for the acceptance length: depends on the weights alone."""
+    return float(parts.drafter.state_dict()["head.weight"].sum())
+
+
+def run_toy(
+    run_dir: Path,
+    parts: Parts,
+    *,
+    max_steps: int,
+    save_every: int = 3,
+    stop: StopRequest | None = None,
+    write_drafter: Callable[[Path], None] = write_toy_drafter,
+) -> TrainState:
+    """A session of a toy run: starts or resumes, trains, saves."""
+    checkpoints = Checkpoints(run_dir, keep_last=2)
+    state = resume(checkpoints, parts, identity={"data": "toy"}, say=lambda sentence: None)
+    resumed_step = state.step if state else None
+    if state is None:
+        state = TrainState(max_steps=max_steps, identity={"data": "toy"})
+    log = RunLog(
+        run_dir, TrackingConfig(), is_main=True, name="toy", config={}, resumed_step=resumed_step
+    )
+    try:
+        train(
+            parts,
+            state,
+            optim=OptimConfig(),
+            every=Intervals(log=1, save=save_every, acceptance=4),
+            run_log=log,
+            measure=lambda: Measurement(score_of(parts), {}, seconds=torch.rand(1).item()),
+            save=lambda now: save(checkpoints, parts, now, write_drafter),
+            stop=stop or StopRequest(),
+            progress=StageProgress(),
+        )
+    finally:
+        log.finish(exit_code=0)
+    return state
+
+
+def weights(parts: Parts) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in parts.drafter.state_dict().items()}

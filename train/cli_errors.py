@@ -1,0 +1,121 @@
+"""Turns what goes wrong while a configuration is composed into one line with a remedy.
+
+Hydra and OmegaConf report a wrong key, choice or value in several lines of their own vocabulary; the
+user gets the config path that was typed and the nearest one that exists.
+"""
+
+import dataclasses
+import difflib
+import re
+from typing import Any, get_type_hints
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+CONFIG_ERRORS = (HydraException, OmegaConfBaseException)
+
+
+def explain(error: BaseException, schema: type) -> str:
+    """One line about an exception of CONFIG_ERRORS.
+
+    Args:
+        schema: the dataclass of the whole configuration; its fields are the valid keys.
+    """
+    cause = error.__cause__ or error
+    text = f"{error}\n{cause}" if cause is not error else str(error)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _unknown_choice(error.missing_cfg_file, list(error.options or []))
+    if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
+        group = match[1]
+        return f"{group}=... is not among the defaults: write +{group}=... in front of it"
+    if match := re.search(r"Could not override '([^']+)'", text):
+        return unknown_key(match[1], schema)
+    if match := re.search(
+        r"Key '[^']+' (?:is )?not in (?:(?!full_key).)*full_key: (\S+)", text, re.DOTALL
+    ):
+        return unknown_key(match[1], schema)
+    if isinstance(cause, InterpolationResolutionError):
+        found = re.search(r"Environment variable '([^']+)' not found", text)
+        return f"environment variable {found[1]} is not set" if found else _first_line(text)
+    place = re.search(r"full_key: (\S+)", text)
+    if place and isinstance(cause, OmegaConfBaseException):
+        return f"{place[1]}: {_first_line(str(cause))}"
+    return _first_line(text)
+
+
+def unknown_key(path: str, schema: type) -> str:
+    """Names the nearest valid key; the last part of a key weighs as much as the whole path."""
+    valid = key_paths(schema)
+    near = difflib.get_close_matches(path, valid, n=1, cutoff=0.75)
+    if not near:
+        last = path.rsplit(".", 1)[-1]
+        ends = {key.rsplit(".", 1)[-1]: key for key in reversed(valid)}
+        near = [ends[name] for name in difflib.get_close_matches(last, ends, n=1, cutoff=0.7)]
+    hint = f"did you mean {near[0]}?" if near else "see `python -m train --cfg job` for all keys"
+    return f"there is no setting {path}: {hint}"
+
+
+def key_paths(schema: type, prefix: str = "") -> list[str]:
+    """All dotted paths of a dataclass tree, nodes and leaves."""
+    paths = []
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        path = prefix + field.name
+        paths.append(path)
+        if dataclasses.is_dataclass(hints[field.name]):
+            paths += key_paths(hints[field.name], path + ".")
+    return paths
+
+
+def check_complete(config: DictConfig, schema: type) -> None:
+    """Resolves everything and refuses what is missing or was added with `+`.
+
+    Raises:
+        ValueError: naming the key.
+        OmegaConfBaseException: for an interpolation that does not resolve.
+    """
+    OmegaConf.resolve(config)
+    valid = set(key_paths(schema))
+    for path in _paths(OmegaConf.to_container(config)):
+        if path not in valid and not _in_open_node(path, schema):
+            raise ValueError(unknown_key(path, schema))
+    if missing := sorted(OmegaConf.missing_keys(config)):
+        raise ValueError(f"{missing[0]} has no value: give {missing[0]}=...")
+
+
+def _unknown_choice(file: str, options: list[str]) -> str:
+    group, _, choice = file.rpartition("/")
+    near = difflib.get_close_matches(choice, options, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    return (
+        f"there is no {group or 'config'} {choice}{hint}; choices: {', '.join(options) or 'none'}"
+    )
+
+
+def _paths(node: Any, path: str = "") -> list[str]:
+    if not isinstance(node, dict):
+        return []
+    paths = []
+    for key, value in node.items():
+        child = f"{path}.{key}" if path else str(key)
+        paths += [child, *_paths(value, child)]
+    return paths
+
+
+def _in_open_node(path: str, schema: type) -> bool:
+    """Whether some parent of `path` is a field that holds free keys (dict[str, ...])."""
+    parts = path.split(".")
+    node: Any = schema
+    for part in parts[:-1]:
+        hints = get_type_hints(node)
+        if part not in hints:
+            return False
+        node = hints[part]
+        if not dataclasses.is_dataclass(node):
+            return True
+    return False
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0]

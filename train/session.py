@@ -1,0 +1,76 @@
+"""Starting a training, or continuing one exactly where its newest good checkpoint stands."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from train.checkpoint import Checkpoints, TrainState, read_checkpoint, restore
+from train.loop import Parts
+from train.processes import from_all, on_main
+from train.rng import capture_rng, restore_rng
+
+
+def resume(
+    checkpoints: Checkpoints, parts: Parts, *, identity: dict[str, str], say: Callable[[str], None]
+) -> TrainState | None:
+    """Restores weights, moments and random states from the newest complete checkpoint.
+
+    Returns None where there is no checkpoint yet. `say` is told about damaged ones.
+
+    Raises:
+        ValueError: if the checkpoint belongs to another target, data set, drafter or number of
+            processes; none of them can be continued exactly.
+    """
+
+    def newest() -> Path | None:
+        checkpoint, passed_over = checkpoints.newest()
+        for sentence in passed_over:
+            say(sentence)
+        return checkpoint.folder if checkpoint else None
+
+    folder = on_main(parts.accelerator, newest)
+    if folder is None:
+        return None
+    checkpoint = read_checkpoint(folder)
+    _require_same_run(checkpoint.state, identity, parts.accelerator.num_processes)
+    rank = parts.accelerator.process_index
+    rng = restore(checkpoint, module=parts.drafter, optimizer=parts.optimizer, rank=rank)
+    if parts.accelerator.is_main_process:
+        checkpoints.point_best(checkpoint.state)
+    restore_rng(rng)
+    say(f"continuing after step {checkpoint.state.step} of {checkpoint.state.max_steps}")
+    return checkpoint.state
+
+
+def save(
+    checkpoints: Checkpoints,
+    parts: Parts,
+    state: TrainState,
+    write_drafter: Callable[[Path], object],
+) -> None:
+    """Writes a checkpoint from the main process, with the random states of all."""
+    rng = from_all(parts.accelerator, capture_rng())
+
+    def write() -> Path:
+        return checkpoints.save(
+            state,
+            module=parts.drafter,
+            optimizer=parts.optimizer,
+            rng=rng,
+            write_drafter=write_drafter,
+        )
+
+    on_main(parts.accelerator, write)
+
+
+def _require_same_run(state: TrainState, identity: dict[str, str], processes: int) -> None:
+    if state.processes != processes:
+        raise ValueError(
+            f"the run was started with {state.processes} processes and would continue with "
+            f"{processes}: its random states belong to processes; start the same number"
+        )
+    for name, own in identity.items():
+        if state.identity.get(name) != own:
+            raise ValueError(
+                f"{name} is {own} here and was {state.identity.get(name)} when the run started: "
+                "start a new run without resume"
+            )
