@@ -288,6 +288,10 @@ void Segment::rotate(int64_t t, float* head) const {
     }
 }
 
+inline Prefetch read_ahead(const float* panels) {
+    return {reinterpret_cast<const char*>(panels) + PREFETCH_BYTES, LANES * sizeof(float)};
+}
+
 inline int64_t first_visible(const Token& token, int64_t window) {
     return window > 0 ? std::max<int64_t>(0, token.position - window + 1) : 0;
 }
@@ -308,12 +312,12 @@ void Segment::attend(int64_t layer_index, int64_t window, const QueryBlock& bloc
     const float* value_panels = values(layer_index, row, kv_head) + begin * LANES;
     float* sums = scores + MAX_TILE_ROWS * scores_stride;
 
-    for_each_tile(block.count * heads_per_task, [&](int64_t first, int64_t height) {
+    for_each_tile(block.count * heads_per_task, [&](int64_t, int64_t first, int64_t height) {
         const float* a[MAX_TILE_ROWS];
         for (int64_t r = 0; r < height; ++r)
             a[r] = query(block.first + (first + r) / heads_per_task, first_head + (first + r) % heads_per_task);
-        multiply_rows(height, a, key_panels, model.head_dim * LANES, (end - begin) / LANES, model.head_dim,
-                      scores, scores_stride);
+        multiply_panels(height, a, key_panels, model.head_dim * LANES, (end - begin) / LANES, model.head_dim,
+                        scores, scores_stride, read_ahead(key_panels));
 
         float scale[MAX_TILE_ROWS];
         for (int64_t r = 0; r < height; ++r) {
@@ -326,8 +330,8 @@ void Segment::attend(int64_t layer_index, int64_t window, const QueryBlock& bloc
             std::fill(line + to, line + (end - begin), 0.0f);
             a[r] = line;
         }
-        multiply_rows(height, a, value_panels, cache.capacity * LANES, head_stride / LANES, end - begin, sums,
-                      head_stride);
+        multiply_panels(height, a, value_panels, cache.capacity * LANES, head_stride / LANES, end - begin, sums,
+                        head_stride, read_ahead(value_panels));
         for (int64_t r = 0; r < height; ++r) {
             const int64_t t = block.first + (first + r) / heads_per_task;
             float* out = &buffers.attended[t * attended_stride + (first_head + (first + r) % heads_per_task) * head_stride];

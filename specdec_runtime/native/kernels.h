@@ -13,9 +13,6 @@
 #include <algorithm>
 #include "simd.h"
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t multiple) { return divide_up(a, multiple) * multiple; }
-
 struct Linear {
     const void* weight;  // panels of BFloat16 or float
     const float* bias;   // [outputs] or null
@@ -23,101 +20,145 @@ struct Linear {
     int64_t inputs;
 };
 
-// A thread takes whole chunks of panels: small enough to stay in its L2 cache while the rows pass.
-constexpr int64_t CHUNK_BYTES = 128 * 1024;
-constexpr int64_t WIDEST_TILE = std::min(8, TILE_ACCUMULATORS);
-constexpr int64_t MAX_CHUNK_PANELS = 32;
+// A thread takes chunks of neighbouring panels of about this size: long straight reads.
+constexpr int64_t CHUNK_BYTES = 512 * 1024;
+// Within a chunk, this much of the weights stays in the L2 cache while the tiles pass over it ...
+constexpr int64_t GROUP_BYTES = 128 * 1024;
+constexpr int64_t MAX_GROUP_PANELS = 4;
+// ... and this much of the inputs while the groups do.
+constexpr int64_t ROW_BLOCK_BYTES = 256 * 1024;
+// How far ahead of their use weights are fetched that are used once.
+constexpr int64_t PREFETCH_BYTES = 2048;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t round_up(int64_t a, int64_t multiple) { return divide_up(a, multiple) * multiple; }
+
+// What a tile fetches into the cache while it computes: `advance` bytes for each weight row of 16.
+struct Prefetch {
+    const char* from;
+    int64_t advance;
+};
 
 // R rows times P panels: out[r * out_stride + p * 16 + lane] = sum over i of a[r][i] * w[p][i][lane].
 template <int R, int P, class Weight>
-inline void multiply_tile(const float* const* a, const Weight* w, int64_t panel_stride,
-                          int64_t inputs, float* out, int64_t out_stride) {
+void multiply_tile(const float* const* a, const Weight* w, int64_t panel_stride, int64_t inputs, float* out,
+                   int64_t out_stride, Prefetch ahead) {
+    constexpr int INPUTS_PER_LINE = 64 / (LANES * sizeof(Weight)), UNROLL = 4;
     Vec16 sums[R][P];
     const float* row[R];
     for (int r = 0; r < R; ++r) {
         row[r] = a[r];
         for (int p = 0; p < P; ++p) sums[r][p] = zeros();
     }
-    for (int64_t i = 0; i < inputs; ++i, w += LANES)
+    const auto add_input = [&](int64_t i) __attribute__((always_inline)) {
         for (int p = 0; p < P; ++p) {
-            const Vec16 weights = load(w + p * panel_stride);
-            for (int r = 0; r < R; ++r)
-                sums[r][p] = multiply_add(broadcast(row[r][i]), weights, sums[r][p]);
+            const Vec16 weights = load(w + p * panel_stride + i * LANES);
+            for (int r = 0; r < R; ++r) sums[r][p] = multiply_add(broadcast(row[r][i]), weights, sums[r][p]);
         }
+    };
+    int64_t i = 0;
+    for (; i + UNROLL <= inputs; i += UNROLL)
+        for (int j = 0; j < UNROLL; ++j) {
+            if (j % INPUTS_PER_LINE == 0)
+                for (int p = 0; p < P; ++p) __builtin_prefetch(ahead.from + (p * inputs + i + j) * ahead.advance);
+            add_input(i + j);
+        }
+    for (; i < inputs; ++i) add_input(i);
     for (int r = 0; r < R; ++r)
         for (int p = 0; p < P; ++p) store(out + r * out_stride + p * LANES, sums[r][p]);
 }
 
-template <int R, class Weight>
-void multiply_panels(const float* const* a, const Weight* w, int64_t panel_stride, int64_t panels,
-                     int64_t inputs, float* out, int64_t out_stride) {
-    // Few rows: several panels at once, so that enough independent sums hide the FMA latency.
-    constexpr int P = std::min<int>(WIDEST_TILE, TILE_ACCUMULATORS / R);
-    int64_t p = 0;
-    for (; p + P <= panels; p += P)
-        multiply_tile<R, P>(a, w + p * panel_stride, panel_stride, inputs, out + p * LANES, out_stride);
-    for (; p < panels; ++p)
-        multiply_tile<R, 1>(a, w + p * panel_stride, panel_stride, inputs, out + p * LANES, out_stride);
-}
-
-// The same for a number of rows (1..MAX_TILE_ROWS) known at run time.
-template <class Weight, int R = MAX_TILE_ROWS>
+// Picks the tile for `rows` (1..MAX_TILE_ROWS) at run time.
+template <int P, class Weight, int R = MAX_TILE_ROWS>
 inline void multiply_rows(int64_t rows, const float* const* a, const Weight* w, int64_t panel_stride,
-                          int64_t panels, int64_t inputs, float* out, int64_t out_stride) {
-    if (rows == R)
-        multiply_panels<R>(a, w, panel_stride, panels, inputs, out, out_stride);
-    else if constexpr (R > 1)
-        multiply_rows<Weight, R - 1>(rows, a, w, panel_stride, panels, inputs, out, out_stride);
+                          int64_t inputs, float* out, int64_t out_stride, Prefetch ahead) {
+    if constexpr (P == 1 || R * P <= TILE_ACCUMULATORS)
+        if (rows == R) return multiply_tile<R, P>(a, w, panel_stride, inputs, out, out_stride, ahead);
+    if constexpr (R > 1)
+        multiply_rows<P, Weight, R - 1>(rows, a, w, panel_stride, inputs, out, out_stride, ahead);
 }
 
-// Splits rows into the fewest tiles of nearly equal height; calls body(first_row, num_rows).
+// One tile of rows times neighbouring panels. Few rows take several panels at once, so that there
+// are enough independent sums to hide the latency of a multiply-add.
+template <class Weight>
+void multiply_panels(int64_t rows, const float* const* a, const Weight* w, int64_t panel_stride, int64_t panels,
+                     int64_t inputs, float* out, int64_t out_stride, Prefetch ahead) {
+    for (int64_t p = 0, width; p < panels; p += width) {
+        const auto fits = [&](int64_t wide) { return rows * wide <= TILE_ACCUMULATORS && p + wide <= panels; };
+        width = fits(4) ? 4 : fits(2) ? 2 : 1;
+        const auto run = width == 4 ? multiply_rows<4, Weight> : width == 2 ? multiply_rows<2, Weight>
+                                                                            : multiply_rows<1, Weight>;
+        run(rows, a, w + p * panel_stride, panel_stride, inputs, out + p * LANES, out_stride,
+            {ahead.from + p * inputs * ahead.advance, ahead.advance});
+    }
+}
+
+// Splits rows into the fewest tiles of nearly equal height; calls body(tile, first_row, num_rows).
 template <class Body>
 inline void for_each_tile(int64_t rows, Body body) {
     const int64_t tiles = divide_up(rows, MAX_TILE_ROWS);
     for (int64_t t = 0, first = 0; t < tiles; ++t) {
         const int64_t height = rows / tiles + (t < rows % tiles);
-        body(first, height);
+        body(t, first, height);
         first += height;
     }
 }
 
-// Chunks of about CHUNK_BYTES, as many for one thread as for another, in multiples of `granule`.
-inline int64_t panels_per_chunk(int64_t panels, int64_t panel_bytes, int64_t threads, int64_t granule) {
-    const int64_t cached = CHUNK_BYTES / panel_bytes / WIDEST_TILE * WIDEST_TILE;
-    const int64_t largest = std::clamp(cached, WIDEST_TILE, MAX_CHUNK_PANELS);
-    const int64_t chunks = round_up(divide_up(panels, largest), threads);
-    return round_up(divide_up(panels, chunks), granule);
+// Where tile t of several looks while it works on the group of weights at `group`. A single tile
+// reads ahead in its own stream. Of several, the first two fetch one half each of the next group,
+// so that memory is busy while they compute.
+inline Prefetch prefetch_for(int64_t tile, int64_t tiles, const char* group, int64_t group_bytes, int64_t advance) {
+    if (tiles == 1) return {group + PREFETCH_BYTES, advance};
+    return {group + (tile < 2 ? group_bytes + tile * group_bytes / 2 : 0), advance / 2};
+}
+
+// A chunk of panels times all rows: blocks of rows, groups of panels, tiles.
+template <class Weight, class Done>
+void multiply_chunk(const Linear& linear, int64_t first_panel, int64_t panels, const float* x, int64_t x_stride,
+                    int64_t rows, int64_t granule, Done done) {
+    const auto* weight = static_cast<const Weight*>(linear.weight);
+    const int64_t panel_stride = linear.inputs * LANES, panel_bytes = panel_stride * int64_t(sizeof(Weight));
+    const int64_t block_rows = std::max<int64_t>(MAX_TILE_ROWS, ROW_BLOCK_BYTES / (linear.inputs * 4));
+    const int64_t cached_panels = rows <= MAX_TILE_ROWS ? MAX_GROUP_PANELS : GROUP_BYTES / panel_bytes;
+    const int64_t group = std::clamp(cached_panels, granule, MAX_GROUP_PANELS) / granule * granule;
+    float block[MAX_TILE_ROWS * MAX_GROUP_PANELS * LANES];
+    const float* a[MAX_TILE_ROWS];
+
+    for (int64_t block_start = 0; block_start < rows; block_start += block_rows)
+        for (int64_t p = first_panel; p < first_panel + panels; p += group) {
+            const int64_t height_of_block = std::min(block_rows, rows - block_start);
+            const int64_t count = std::min(group, first_panel + panels - p), width = count * LANES;
+            const Weight* w = weight + p * panel_stride;
+            for_each_tile(height_of_block, [&](int64_t tile, int64_t tile_start, int64_t height) {
+                const int64_t first_row = block_start + tile_start;
+                for (int64_t r = 0; r < height; ++r) a[r] = x + (first_row + r) * x_stride;
+                const Prefetch ahead = prefetch_for(tile, divide_up(height_of_block, MAX_TILE_ROWS),
+                                                    reinterpret_cast<const char*>(w), count * panel_bytes,
+                                                    LANES * sizeof(Weight));
+                multiply_panels(height, a, w, panel_stride, count, linear.inputs, block, width, ahead);
+                for (int64_t r = 0; r < height; ++r) {
+                    float* values = block + r * width;
+                    if (linear.bias != nullptr)
+                        for (int64_t i = 0; i < width; ++i) values[i] += linear.bias[p * LANES + i];
+                    done(first_row + r, p * LANES, width, values);
+                }
+            });
+        }
 }
 
 // x[rows, inputs] times the matrix. Call inside a parallel region; ends with its barrier.
-// done(row, first_output, count, values) receives the finished outputs, bias included; count is a
-// multiple of 16 * granule.
+// done(row, first_output, count, values) receives finished outputs, bias included; first_output and
+// count are multiples of 16 * granule.
 template <class Weight, class Done>
-void matrix_product(const Linear& linear, const float* x, int64_t x_stride, int64_t rows,
-                    int64_t threads, int64_t granule, Done done) {
-    const auto* weight = static_cast<const Weight*>(linear.weight);
-    const int64_t panel_stride = linear.inputs * LANES, panels = linear.outputs / LANES;
-    const int64_t panel_bytes = panel_stride * int64_t(sizeof(Weight));
-    const int64_t chunk = panels_per_chunk(panels, panel_bytes, threads, granule);
+void matrix_product(const Linear& linear, const float* x, int64_t x_stride, int64_t rows, int64_t threads,
+                    int64_t granule, Done done) {
+    const int64_t panels = linear.outputs / LANES, bytes = linear.outputs * linear.inputs * int64_t(sizeof(Weight));
+    const int64_t wanted = round_up(divide_up(bytes, CHUNK_BYTES), threads);
+    const int64_t chunk = round_up(divide_up(panels, wanted), granule);
     const int64_t num_chunks = divide_up(panels, chunk);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t c = 0; c < num_chunks; ++c) {
-        const int64_t first_panel = c * chunk, count = std::min(chunk, panels - first_panel);
-        const int64_t first_output = first_panel * LANES, width = count * LANES;
-        for_each_tile(rows, [&](int64_t first_row, int64_t height) {
-            float block[MAX_TILE_ROWS * MAX_CHUNK_PANELS * LANES];
-            const float* a[MAX_TILE_ROWS];
-            for (int64_t r = 0; r < height; ++r) a[r] = x + (first_row + r) * x_stride;
-            multiply_rows(height, a, weight + first_panel * panel_stride, panel_stride, count,
-                          linear.inputs, block, width);
-            for (int64_t r = 0; r < height; ++r) {
-                float* values = block + r * width;
-                if (linear.bias != nullptr)
-                    for (int64_t i = 0; i < width; ++i) values[i] += linear.bias[first_output + i];
-                done(first_row + r, first_output, width, values);
-            }
-        });
-    }
+    for (int64_t c = 0; c < num_chunks; ++c)
+        multiply_chunk<Weight>(linear, c * chunk, std::min(chunk, panels - c * chunk), x, x_stride, rows, granule, done);
 }
 
 // out = x / sqrt(mean(x^2) + epsilon) * weight. Zhang and Sennrich 2019, arXiv:1910.07467.

@@ -33,7 +33,7 @@ constexpr int LANES = 16;
 
 #if defined(__AVX512F__)
 
-// Accumulators that fit in the registers next to the weights: 32 registers of 16 floats.
+// A tile of several panels may have this many sums: 32 registers of 16 floats, some for weights.
 constexpr int TILE_ACCUMULATORS = 24;
 constexpr int MAX_TILE_ROWS = 12;
 
@@ -68,8 +68,9 @@ inline Vec16 keep_above(Vec16 a, Vec16 x, Vec16 limit) {
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
-// 16 registers of 8 floats: 6 accumulators (12 registers), a weight (2), a broadcast (1).
-constexpr int TILE_ACCUMULATORS = 6;
+// 16 registers of 8 floats: 6 rows of one panel take 12, the weights 2, a broadcast 1. With several
+// panels at once the compiler keeps more broadcasts alive; beyond 4 sums it would spill.
+constexpr int TILE_ACCUMULATORS = 4;
 constexpr int MAX_TILE_ROWS = 6;
 
 struct Vec16 {
@@ -127,7 +128,7 @@ inline Vec16 keep_above(Vec16 a, Vec16 x, Vec16 limit) {
 #else
 
 // Any other CPU: plain loops that the compiler turns into whatever vectors it has.
-constexpr int TILE_ACCUMULATORS = 6;
+constexpr int TILE_ACCUMULATORS = 4;
 constexpr int MAX_TILE_ROWS = 6;
 
 struct Vec16 {
