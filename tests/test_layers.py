@@ -1,0 +1,63 @@
+"""Who may import whom: the table of docs/architecture.md, enforced on every import statement."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = ("conf", "distill", "eval", "specdec_runtime", "train")
+RUNTIME = {"torch", "transformers", "safetensors", "numpy", "rich"}
+DATA = RUNTIME | {"datasets"}
+ALLOWED = {  # package -> what it may import besides itself and the standard library
+    "conf": set(),
+    "specdec_runtime": RUNTIME | {"cpp_build"},
+    "distill": DATA | {"specdec_runtime", "gguf", "reasoning_gym"},
+    "eval": DATA | {"specdec_runtime", "matplotlib"},
+    "train": RUNTIME | {"specdec_runtime", "distill", "eval", "accelerate", "peft"},
+}
+# What only a few files may import, so that the rest is usable without it.
+ENTRY_POINTS = ("cli", "cli_errors", "config", "__main__")
+CONFIG_TOOLS = {"hydra", "omegaconf"}
+OMEGACONF_ALSO = {"train/run_dir.py"}  # compares a saved configuration with the present one
+WANDB_ONLY = {"train/run_log.py"}
+
+FILES = [path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Top-level names of all imports in a file, those inside functions included."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            names.add(str(node.module).split(".")[0])
+    return names - set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_file_imports_only_what_its_package_may(path: Path):
+    name = path.relative_to(ROOT).as_posix()
+    package = name.split("/")[0]
+    allowed = ALLOWED[package] | {package}
+    if path.stem in ENTRY_POINTS:
+        allowed |= CONFIG_TOOLS
+    if name in OMEGACONF_ALSO:
+        allowed |= {"omegaconf"}
+    if name in WANDB_ONLY:
+        allowed |= {"wandb"}
+    assert imports_of(path) - allowed == set()
+
+
+def test_wandb_is_imported_inside_a_function_only():
+    tree = ast.parse((ROOT / "train/run_log.py").read_text())
+    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert all("wandb" not in ast.dump(node) for node in top)
+
+
+def test_no_file_of_a_helpers_kind():
+    homeless = {"utils", "helpers", "common", "base", "misc"}
+    assert [path for path in FILES if path.stem in homeless] == []
