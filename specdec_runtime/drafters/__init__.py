@@ -1,0 +1,1 @@
+"""Drafter kinds, one module each; all behind the protocol of draft.py."""

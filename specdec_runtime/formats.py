@@ -1,0 +1,197 @@
+"""The drafter folder: a plain Hugging Face folder plus `draftloop.json`.
+
+The manifest says which target the drafter was trained for and how it wants to be used; loading
+checks it against the target at hand. Folders are written complete or not at all.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from specdec_runtime.target import Target
+
+MANIFEST_NAME = "draftloop.json"
+DRAFT_VOCAB_NAME = "draft_vocab.safetensors"
+FORMAT_VERSION = 1
+
+
+@dataclass(kw_only=True)
+class TargetRecord:
+    """Which target a drafter was trained for."""
+
+    name: str
+    revision: str = ""
+    fingerprint: str = ""
+    vocab_size: int = 0
+    real_vocab_size: int = 0
+
+
+@dataclass(kw_only=True)
+class DrafterManifest:
+    """What `draftloop.json` holds.
+
+    Attributes:
+        kind: a module of specdec_runtime.drafters.
+        target: the target trained for.
+        tokenizer_hash, template_hash: of the target's tokenizer and chat template.
+        template_options: as given to `apply_chat_template`.
+        training_data_fingerprint: of the answers trained on.
+        measured: acceptance and speed as measured on this folder; free form.
+        recommended: num_draft_tokens and draft_temperature to decode with.
+        kind_config: settings of the kind.
+    """
+
+    kind: str
+    target: TargetRecord
+    tokenizer_hash: str = ""
+    template_hash: str = ""
+    template_options: dict[str, Any] = field(default_factory=dict)
+    training_data_fingerprint: str = ""
+    measured: dict[str, Any] = field(default_factory=dict)
+    recommended: dict[str, Any] = field(default_factory=dict)
+    kind_config: dict[str, Any] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+
+def write_drafter(
+    folder: str | Path,
+    drafter_module: Any,
+    manifest: DrafterManifest,
+    *,
+    tokenizer: Any = None,
+    tensors: Mapping[str, Mapping[str, Tensor]] | None = None,
+) -> Path:
+    """Write a drafter folder; it appears complete or not at all.
+
+    Args:
+        folder: must not exist, or be empty.
+        drafter_module: anything with `save_pretrained(path)`.
+        manifest: becomes draftloop.json.
+        tokenizer: saved beside the weights.
+        tensors: further files by name, e.g. `DRAFT_VOCAB_NAME`.
+
+    Raises:
+        ValueError: if the folder exists and is not empty.
+    """
+    folder = Path(folder)
+    check_writable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        drafter_module.save_pretrained(draft)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(draft)
+        for name, content in (tensors or {}).items():
+            save_file({key: t.contiguous() for key, t in content.items()}, draft / name)
+        text = json.dumps(asdict(manifest), indent=2, sort_keys=True) + "\n"
+        (draft / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        _sync(draft)
+        draft.chmod(0o755)  # mkdtemp makes private folders
+        check_writable(folder)
+        draft.replace(folder)  # an empty folder is replaced, a filled one is an error
+    except BaseException:
+        shutil.rmtree(draft)
+        raise
+    _sync_entry(folder.parent)
+    return folder
+
+
+def check_writable(folder: Path) -> None:
+    """Raise a ValueError if `folder` holds anything already."""
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty: choose another folder or remove it")
+
+
+def is_drafter_folder(folder: str | Path) -> bool:
+    """Whether `folder` was written by `write_drafter`."""
+    return (Path(folder) / MANIFEST_NAME).is_file()
+
+
+def read_manifest(folder: str | Path) -> DrafterManifest:
+    """The manifest of a drafter folder.
+
+    Raises:
+        ValueError: if there is none, or it is not one this version reads.
+    """
+    path = Path(folder) / MANIFEST_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has no {MANIFEST_NAME}: expected a folder made by write_drafter"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}") from None
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path} has format_version {version}, this version reads {FORMAT_VERSION}: "
+            "export the drafter again"
+        )
+    target = _made(TargetRecord, content.pop("target", {}), path)
+    return _made(DrafterManifest, {**content, "target": target}, path)
+
+
+def check_target(manifest: DrafterManifest, target: Target, tokenizer_hash: str) -> None:
+    """Raise a ValueError if the drafter was trained for another target than the one at hand."""
+    trained = manifest.target
+    pairs = [
+        ("fingerprint", trained.fingerprint, target.fingerprint),
+        ("real vocabulary size", trained.real_vocab_size, target.real_vocab_size),
+        ("tokenizer hash", manifest.tokenizer_hash, tokenizer_hash),
+    ]
+    for what, ours, theirs in pairs:
+        if ours and theirs and ours != theirs:
+            raise ValueError(
+                f"the drafter was trained for target {trained.name!r} ({what} {_short(ours)}), "
+                f"the target at hand is {target.name!r} ({_short(theirs)}): "
+                "load that target, or train a drafter for this one"
+            )
+
+
+def read_draft_vocab(folder: str | Path) -> Tensor | None:
+    """[n] int64 target ids of a reduced output vocabulary; None if the folder has none.
+
+    The file holds d2t, offsets: target id = draft id + d2t[draft id] (the EAGLE-3 convention).
+    """
+    path = Path(folder) / DRAFT_VOCAB_NAME
+    if not path.is_file():
+        return None
+    d2t = load_file(path)["d2t"]
+    return d2t + d2t.new_tensor(range(len(d2t)))
+
+
+def _made(kind: type, content: dict[str, Any], path: Path) -> Any:
+    unknown = sorted(set(content) - {entry.name for entry in fields(kind)})
+    if unknown:
+        raise ValueError(f"{path} has unknown keys {unknown}: expected those of {kind.__name__}")
+    try:
+        return kind(**content)
+    except TypeError as error:
+        raise ValueError(f"{path} is incomplete: {error}") from None
+
+
+def _short(value: object) -> str:
+    return str(value)[:12]
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.iterdir():
+        _sync_entry(path)
+    _sync_entry(folder)
+
+
+def _sync_entry(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,265 @@
+"""A transformers decoder behind the `CausalModel` protocol.
+
+Runs the model's own code, quantised, spread over devices or not, on our `BufferCache`: explicit
+positions, explicit 4D masks, no padding on the left. What cannot be rolled back row by row
+(recurrent states, encoder-decoder and multimodal models) is refused by name.
+
+Shapes: b rows of one pass, Q new tokens, S slots, D hidden size, V vocabulary size.
+"""
+
+import inspect
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from specdec_runtime.cache import BufferCache
+from specdec_runtime.layer_access import captured_residuals, decoder_layers, only_layers
+from specdec_runtime.masks import additive, attention_mask
+from specdec_runtime.model import ModelOutput
+
+# Attention kinds whose cache is keys and values by position, which is what can be rolled back.
+_ROLLABLE = ("full_attention", "sliding_attention", "chunked_attention")
+# Implementations that take a 4D mask as it is.
+_MASKABLE = ("sdpa", "eager")
+_NO_LIMIT = 1 << 30  # positions of a model whose configuration names no limit
+
+
+class HFModel:
+    """Wraps a loaded transformers causal LM; the module is used as it is and stays trainable.
+
+    Args:
+        module: a decoder-only `...ForCausalLM`.
+        static: fixed-size cache buffers and masks, so that shapes do not change between rounds.
+        head_rows: [n] int64: compute only these rows of the head; logits then have n columns.
+            They are copied: make a new HFModel after the weights have changed.
+
+    Raises:
+        ValueError: if the model or one of its layers cannot be decoded with roll-back.
+    """
+
+    def __init__(
+        self, module: PreTrainedModel, *, static: bool = False, head_rows: Tensor | None = None
+    ) -> None:
+        self.module = module
+        self.static = static
+        self.config = module.config.get_text_config(decoder=True)
+        self._layer_kinds = _checked_layer_kinds(module, self.config)
+        self._decoder: nn.Module = module.base_model
+        self._head: nn.Module = module.get_output_embeddings()
+        self._arguments = _forward_arguments(self._decoder)
+        self.num_layers = self.config.num_hidden_layers
+        self.layers = decoder_layers(self._decoder, self.num_layers)
+        self.hidden_size = self.config.hidden_size
+        self.max_positions = getattr(self.config, "max_position_embeddings", None) or _NO_LIMIT
+        self._check_head()
+        if head_rows is not None:
+            self._head = _sliced_head(self._head, head_rows)
+        self.vocab_size = _num_rows(self._head)
+
+    @property
+    def device(self) -> torch.device:
+        return self.module.get_input_embeddings().weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.module.dtype
+
+    def new_cache(self, batch_size: int, capacity: int) -> BufferCache:
+        return BufferCache(batch_size, capacity, static=self.static)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        token_ids: Tensor,
+        cache: BufferCache,
+        *,
+        num_new: Tensor | None = None,
+        rows: Sequence[int] | None = None,
+        last_only: bool = False,
+        logits: bool = True,
+        hidden_layers: Sequence[int] = (),
+        positions: Tensor | None = None,
+        visible: Tensor | None = None,
+        layers: tuple[int, int] | None = None,
+        hidden_in: Tensor | None = None,
+        early_head: bool = False,
+    ) -> ModelOutput:
+        """See `CausalModel.forward`."""
+        num_rows, width = token_ids.shape
+        counts = torch.full((num_rows,), width) if num_new is None else num_new.cpu()
+        chosen = slice(None) if rows is None else list(rows)
+        starts = cache.lengths[chosen].to(self.device)
+        place = cache.begin_pass(rows, counts, width)
+        if positions is None:
+            positions_in = starts[:, None] + torch.arange(width, device=self.device)
+        else:
+            positions_in = positions.to(self.device)
+        residuals: dict[int, Tensor] = {}
+        inner = [k for k in hidden_layers if k >= 0]
+        with (
+            captured_residuals(self.layers, inner, residuals) if inner else nullcontext(),
+            only_layers(self.layers, layers, hidden_in) if layers else nullcontext(),
+            _evaluating(self.module),
+        ):
+            hidden = self._decoder(
+                input_ids=token_ids.to(self.device),
+                attention_mask=self._masks(starts, width, place.end, positions, visible),
+                position_ids=positions_in,
+                use_cache=True,
+                **{self._arguments.cache: cache},
+            ).last_hidden_state  # [b, Q, D]
+        cache.lengths[chosen] += counts
+        if -1 in hidden_layers:
+            residuals[-1] = hidden
+        has_head = layers is None or layers[1] == self.num_layers or early_head
+        scores = None
+        if logits and has_head:
+            if last_only and width > 1:
+                last = (counts - 1).to(hidden.device)
+                hidden = hidden[torch.arange(num_rows, device=hidden.device), last][:, None]
+            scores = self.logits_of(hidden)
+        return ModelOutput(scores, {k: h.float().to(self.device) for k, h in residuals.items()})
+
+    @torch.no_grad()
+    def logits_of(self, hidden: Tensor) -> Tensor:
+        """[..., V] float32 logits of [..., D] post-norm hidden states."""
+        weight_dtype = self._head.weight.dtype
+        if hidden.dtype != weight_dtype and weight_dtype.is_floating_point:
+            hidden = hidden.to(weight_dtype)
+        return self._scaled(self._head(hidden)).float().to(self.device)
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """What some families do to the head's output; in the model's dtype, as they do it."""
+        if (cap := getattr(self.config, "final_logit_softcapping", None)) is not None:
+            logits = torch.tanh(logits / cap) * cap  # Gemma 2
+        if (scale := getattr(self.config, "logit_scale", None)) is not None:
+            logits = logits * scale  # Cohere
+        if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
+            logits = logits / divisor  # Granite
+        return logits
+
+    def _masks(
+        self,
+        starts: Tensor,
+        width: int,
+        num_slots: int,
+        positions: Tensor | None,
+        visible: Tensor | None,
+    ) -> Tensor | dict[str, Tensor]:
+        """One mask, or one per kind of layer for models that mix kinds."""
+        masks = {}
+        for kind in set(self._layer_kinds):
+            mask = attention_mask(
+                starts,
+                width,
+                num_slots,
+                positions=None if positions is None else positions.to(starts.device),
+                visible=None if visible is None else visible.to(starts.device),
+                window=self.config.sliding_window if kind == "sliding_attention" else None,
+                chunk=self.config.attention_chunk_size if kind == "chunked_attention" else None,
+            )
+            eager = self.config._attn_implementation == "eager"
+            masks[kind] = additive(mask, self.dtype) if eager else mask
+        return masks if len(masks) > 1 else masks[self._layer_kinds[0]]
+
+    @torch.no_grad()
+    def _check_head(self) -> None:
+        """One token through the whole model and through decoder + head: both have to agree."""
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with _evaluating(self.module):
+            whole = self.module(input_ids=token, use_cache=False).logits.float().to(self.device)
+            parts = self.logits_of(
+                self._decoder(input_ids=token, use_cache=False).last_hidden_state
+            )
+        tolerance = 1e-2 * float(whole.abs().max())  # far above rounding, far below a scale
+        if not torch.allclose(whole, parts, rtol=0.0, atol=tolerance):
+            raise ValueError(
+                f"{type(self.module).__name__} changes its head's output in a way that this "
+                "runtime does not know: decode it with transformers' own generate"
+            )
+
+
+class _ForwardArguments:
+    """Names that differ between transformers versions, read off the signature once."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.cache = "cache" if "cache" in names else "past_key_values"  # renamed in 5.2x
+
+
+def _forward_arguments(decoder: nn.Module) -> _ForwardArguments:
+    names = set(inspect.signature(type(decoder).forward).parameters)
+    if "position_ids" not in names:
+        raise ValueError(
+            f"{type(decoder).__name__} takes no position_ids, which rows of different lengths "
+            "need: expected a decoder with rotary or learned positions"
+        )
+    return _ForwardArguments(names)
+
+
+def _checked_layer_kinds(module: PreTrainedModel, config: object) -> list[str]:
+    """The attention kind of every layer, after refusing what cannot be rolled back."""
+    name = type(module).__name__
+    if module.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder model: expected a decoder-only causal LM")
+    if config is not module.config or module.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} is multimodal or has no language-model head: load its text model alone"
+        )
+    implementation = config._attn_implementation
+    if implementation not in _MASKABLE:
+        raise ValueError(
+            f"attn_implementation={implementation!r} takes no mask per row: load {name} with "
+            f"attn_implementation in {_MASKABLE}"
+        )
+    kinds = getattr(config, "layer_types", None) or [
+        "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
+        for layer in DynamicCache(config=config).layers or [None] * config.num_hidden_layers
+    ]
+    for index, kind in enumerate(kinds):
+        if kind not in _ROLLABLE:
+            raise ValueError(
+                f"layer {index} of {name} is of kind {kind!r}, whose state cannot be rolled back: "
+                f"expected only {', '.join(_ROLLABLE)}"
+            )
+    if getattr(module, "_is_stateful", False):
+        raise ValueError(
+            f"{name} keeps a recurrent state, which cannot be rolled back: expected attention only"
+        )
+    return list(kinds)
+
+
+def _sliced_head(head: nn.Module, rows: Tensor) -> nn.Linear:
+    with torch.no_grad():
+        weight, bias = head.weight, getattr(head, "bias", None)
+        rows = rows.to(weight.device)
+        sliced = nn.Linear(weight.shape[1], len(rows), bias=bias is not None, device="meta")
+        sliced.weight = nn.Parameter(weight[rows].clone(), requires_grad=False)
+        if bias is not None:
+            sliced.bias = nn.Parameter(bias[rows].clone(), requires_grad=False)
+    return sliced
+
+
+def _num_rows(head: nn.Module) -> int:
+    return getattr(head, "out_features", None) or head.weight.shape[0]
+
+
+def _evaluating(module: nn.Module) -> "_Evaluating | nullcontext":
+    return _Evaluating(module) if module.training else nullcontext()
+
+
+class _Evaluating:
+    """Eval mode (no dropout) for the length of a call, on a module that is being trained."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __enter__(self) -> None:
+        self.training = [part for part in self.module.modules() if part.training]
+        self.module.eval()
+
+    def __exit__(self, *exception: object) -> None:
+        for part in self.training:
+            part.training = True

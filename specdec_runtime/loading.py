@@ -1,0 +1,177 @@
+"""Loading targets and drafters, and the checks that they fit each other.
+
+Everything transformers loads is a target: hub ids, folders, GGUF files, quantised weights, models
+spread by `device_map`. The distribution that is kept is that of the target as loaded.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import cached_file
+
+from specdec_runtime import drafters
+from specdec_runtime.draft import Drafter
+from specdec_runtime.engines import Engine, make_model
+from specdec_runtime.fingerprint import file_fingerprint, folder_fingerprint
+from specdec_runtime.formats import check_target, is_drafter_folder, read_manifest
+from specdec_runtime.target import Target, end_of_text_ids
+from specdec_runtime.tokenizers import real_vocab_size, tokenizer_hash, unused_token_ids
+
+__all__ = ["Target", "load_drafter", "load_module", "load_target"]
+
+
+def load_target(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "auto",
+    engine: Engine | str = Engine.auto,
+    revision: str | None = None,
+    model_arguments: Mapping[str, Any] | None = None,
+) -> Target:
+    """Load the model whose output is to be kept exactly.
+
+    Args:
+        name: hub id, folder, or GGUF file.
+        dtype: "auto" = as stored; on CUDA bfloat16 where float32 is stored.
+        device: "auto" = CUDA if present, else CPU.
+        engine: see `Engine`.
+        revision: of the hub repository.
+        model_arguments: further arguments of `from_pretrained`: quantization_config, device_map,
+            attn_implementation, ...
+
+    Raises:
+        ValueError: if there is no such model, no tokenizer, or it cannot be decoded here.
+    """
+    module = load_module(
+        name, dtype=dtype, device=device, revision=revision, model_arguments=model_arguments
+    )
+    tokenizer = _load_tokenizer(name, revision)
+    folder = _local_folder(name, revision)
+    model = make_model(module, engine=engine)
+    real = real_vocab_size(tokenizer)
+    if real > model.vocab_size:
+        raise ValueError(
+            f"{name}: the tokenizer has ids up to {real - 1}, the model only {model.vocab_size} "
+            "rows: expected the model's own tokenizer"
+        )
+    is_file = folder.is_file()
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        name=str(name),
+        revision=_revision(folder),
+        fingerprint=file_fingerprint(folder) if is_file else folder_fingerprint(folder),
+        eos_token_ids=end_of_text_ids(module.generation_config, module.config),
+        real_vocab_size=real,
+        unused_token_ids=unused_token_ids(tokenizer),
+    )
+
+
+def load_module(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "auto",
+    revision: str | None = None,
+    model_arguments: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The transformers model alone, in eval mode. Arguments and errors as `load_target`."""
+    arguments = dict(model_arguments or {})
+    path = Path(name)
+    if path.suffix == ".gguf":
+        arguments["gguf_file"] = path.name
+        name = path.parent
+    chosen = _default_device() if device == "auto" else torch.device(device)
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, revision=revision or "main", **arguments
+        )
+    except OSError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no model can be loaded from {str(name)!r}: {reason}") from error
+    if "device_map" not in arguments and not getattr(module, "is_quantized", False):
+        module = module.to(chosen)
+    is_cuda = module.device.type == "cuda"
+    if dtype == "auto" and is_cuda and module.dtype == torch.float32:
+        module = module.to(torch.bfloat16)
+    return module.eval()
+
+
+def load_drafter(
+    spec: str | Path, target: Target, *, engine: Engine | str = Engine.auto, **settings: Any
+) -> Drafter | None:
+    """Load a drafter for `target`.
+
+    Args:
+        spec: "none" (plain decoding, returns None); a kind that needs no weights ("lookup" is
+            short for "prompt_lookup"); a drafter folder; or a folder or hub id of any causal LM
+            with the target's tokenizer.
+        engine: see `Engine`.
+        settings: of the kind, replacing those stored in the folder.
+
+    Raises:
+        ValueError: if there is no such drafter, or it does not fit the target.
+    """
+    if spec == "none":
+        return None
+    kinds = drafter_kinds()
+    kind = "prompt_lookup" if spec == "lookup" else str(spec)
+    if kind in kinds and not Path(spec).exists():
+        return _kind_module(kind).load(None, target, engine=engine, settings=settings)
+    if is_drafter_folder(spec):
+        manifest = read_manifest(spec)
+        if manifest.kind not in kinds:
+            raise ValueError(
+                f"{spec} holds a drafter of kind {manifest.kind!r}, this version knows "
+                f"{', '.join(kinds)}"
+            )
+        hashed = tokenizer_hash(target.tokenizer) if target.tokenizer is not None else ""
+        check_target(manifest, target, hashed)
+        stored = {**manifest.kind_config, **settings}
+        if (temperature := manifest.recommended.get("draft_temperature")) is not None:
+            stored.setdefault("temperature", temperature)
+        return _kind_module(manifest.kind).load(spec, target, engine=engine, settings=stored)
+    return _kind_module("causal_lm").load(spec, target, engine=engine, settings=settings)
+
+
+def drafter_kinds() -> list[str]:
+    """Names of the drafter kinds: the modules of specdec_runtime.drafters."""
+    return [module.name for module in pkgutil.iter_modules(drafters.__path__)]
+
+
+def _kind_module(kind: str) -> Any:
+    """The kind's module; its `load(folder, target, *, engine, settings)` makes the drafter."""
+    return importlib.import_module(f"specdec_runtime.drafters.{kind}")
+
+
+def _load_tokenizer(name: str | Path, revision: str | None) -> Any:
+    path = Path(name)
+    extra = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = path.parent if extra else name
+    try:
+        return AutoTokenizer.from_pretrained(folder, revision=revision or "main", **extra)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no tokenizer can be loaded from {str(name)!r}: {reason}") from error
+
+
+def _local_folder(name: str | Path, revision: str | None) -> Path:
+    """Where the weights lie on this machine: a folder, or a GGUF file."""
+    if Path(name).exists():
+        return Path(name)
+    return Path(cached_file(str(name), "config.json", revision=revision or "main")).parent
+
+
+def _revision(folder: Path) -> str:
+    """The commit in a hub cache path .../snapshots/COMMIT; "" elsewhere."""
+    return folder.name if folder.parent.name == "snapshots" else ""
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

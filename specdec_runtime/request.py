@@ -1,0 +1,132 @@
+"""What a `generate` call asks for, checked before any forward pass.
+
+Argument names are those of transformers' `generate`. Whatever is not supported is refused with
+what to do about it; nothing is ignored.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from specdec_runtime.sampling import SamplingSettings
+from specdec_runtime.stopping import Stopping
+from specdec_runtime.target import Target
+
+# Arguments of transformers' `generate` that mean another algorithm, and the value that is no-op.
+_ONE_SEQUENCE = {"num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1}
+_SAMPLING = {setting.name for setting in fields(SamplingSettings)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """Checked arguments of one call."""
+
+    prompts: list[list[int]]
+    budgets: list[int]  # most new tokens per row
+    is_context_bound: list[bool]  # whether positions rather than max_new_tokens set the budget
+    settings: SamplingSettings
+    stopping: Stopping
+    eos_token_ids: tuple[int, ...]
+
+
+def check_request(
+    target: Target,
+    prompts: Sequence[Sequence[int]] | Sequence[str],
+    *,
+    max_new_tokens: int,
+    eos_token_id: int | Sequence[int] | None,
+    stop_strings: str | Sequence[str] | None,
+    stopping_criteria: Sequence[StoppingCriteria] | None,
+    sampling: Mapping[str, Any],
+) -> Request:
+    """Everything a decoding needs, or a ValueError that says what to change."""
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+    settings = _checked_settings(sampling, target)
+    encoded = [_checked_prompt(target, prompt, row) for row, prompt in enumerate(prompts)]
+    if not encoded:
+        raise ValueError("no prompts were given, expected at least one")
+    room = [target.model.max_positions - len(prompt) for prompt in encoded]
+    eos = target.eos_token_ids if eos_token_id is None else _as_tuple(eos_token_id)
+    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
+    if strings and target.tokenizer is None:
+        raise ValueError("stop_strings need the target's tokenizer: use load_target")
+    if "" in strings:
+        raise ValueError("stop_strings holds an empty string, which every text contains")
+    return Request(
+        prompts=encoded,
+        budgets=[min(max_new_tokens, left) for left in room],
+        is_context_bound=[left < max_new_tokens for left in room],
+        settings=settings,
+        stopping=Stopping(
+            eos_token_ids=eos,
+            stop_strings=strings,
+            criteria=StoppingCriteriaList(stopping_criteria or []),
+            tokenizer=target.tokenizer,
+        ),
+        eos_token_ids=eos,
+    )
+
+
+def _checked_settings(sampling: Mapping[str, Any], target: Target) -> SamplingSettings:
+    given = dict(sampling)
+    for name, neutral in _ONE_SEQUENCE.items():
+        if given.pop(name, neutral) != neutral:
+            raise ValueError(
+                f"{name}={sampling[name]}: speculative decoding keeps one sequence a prompt; "
+                f"drop {name}, or repeat the prompt"
+            )
+    do_sample = given.pop("do_sample", None)
+    for name in given:
+        if name not in _SAMPLING:
+            near = difflib.get_close_matches(name, _SAMPLING, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"unknown argument {name!r} of generate{hint}")
+    if do_sample and "temperature" not in given:
+        given["temperature"] = 1.0
+    settings = SamplingSettings(**given)
+    if do_sample is not None:
+        temperatures = settings.temperature
+        values = temperatures if isinstance(temperatures, Sequence) else [temperatures]
+        if any(bool(value) != bool(do_sample) for value in values):
+            raise ValueError(
+                f"do_sample={do_sample} contradicts temperature={settings.temperature}: "
+                "temperature 0 is greedy, anything else samples; drop do_sample"
+            )
+    if target.unused_token_ids:
+        never = dict.fromkeys(target.unused_token_ids, float("-inf"))
+        settings = replace(settings, logit_bias={**(settings.logit_bias or {}), **never})
+    return settings
+
+
+def _checked_prompt(target: Target, prompt: Sequence[int] | str, row: int) -> list[int]:
+    if isinstance(prompt, str):
+        if target.tokenizer is None:
+            raise ValueError("text prompts need the target's tokenizer: use load_target, or ids")
+        prompt = target.tokenizer(prompt).input_ids
+    try:
+        ids = [int(token) for token in prompt]
+    except (TypeError, ValueError):
+        kind = type(prompt).__name__
+        raise ValueError(f"prompt {row} is a {kind}: expected text or a list of ids") from None
+    if not ids:
+        raise ValueError(f"prompt {row} is empty: give at least one token")
+    wrong = [token for token in ids if not 0 <= token < target.model.vocab_size]
+    if wrong:
+        raise ValueError(
+            f"prompt {row} holds token id {wrong[0]}, the target knows 0 to "
+            f"{target.model.vocab_size - 1}: encode it with the target's tokenizer"
+        )
+    if len(ids) >= target.model.max_positions:
+        raise ValueError(
+            f"prompt {row} has {len(ids)} tokens, the target takes {target.model.max_positions} "
+            "with the answer: shorten it"
+        )
+    return ids
+
+
+def _as_tuple(ids: int | Sequence[int]) -> tuple[int, ...]:
+    return (ids,) if isinstance(ids, int) else tuple(ids)

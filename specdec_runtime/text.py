@@ -1,0 +1,77 @@
+"""From token ids to text, token by token: what is final, and where a stop string ends.
+
+A token need not be a whole character, so text becomes final only when later tokens cannot change
+it any more: at the latest when it no longer ends in the replacement character.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+# Longest run of tokens that can form one character: 4 bytes of UTF-8, one byte a token.
+_INCOMPLETE = "\ufffd"
+
+
+class TextBuilder:
+    """Decodes a growing sequence; `push` returns the text that has become final.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        skip_special_tokens: as in its `decode`.
+    """
+
+    def __init__(self, tokenizer: Any, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._shown = 0  # tokens whose text has been returned
+        self._anchor = 0  # decoding starts here: keeps the spacing in front of `_shown`
+
+    def push(self, token_id: int) -> str:
+        """Append a token; returns the text that is final now, perhaps ""."""
+        self._ids.append(token_id)
+        text = self._pending()
+        if text.endswith(_INCOMPLETE):
+            return ""
+        self._anchor, self._shown = self._shown, len(self._ids)
+        return text
+
+    def flush(self) -> str:
+        """The rest, when no token follows: a character that stayed incomplete, or ""."""
+        text = self._pending()
+        self._anchor, self._shown = self._shown, len(self._ids)
+        return text
+
+    def _pending(self) -> str:
+        before = self._decode(self._ids[self._anchor : self._shown])
+        return self._decode(self._ids[self._anchor :])[len(before) :]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+
+
+class StopStrings:
+    """Watches one row's new text for the first of several stop strings.
+
+    Special tokens count as text here, so that a turn marker can be a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str]) -> None:
+        self._stops = list(stop_strings)
+        self._builder = TextBuilder(tokenizer, skip_special_tokens=False)
+        self._tail = ""
+        self._keep = max(map(len, self._stops)) - 1
+
+    def push(self, token_id: int) -> int | None:
+        """Append a token; if it completes a stop string, how many characters follow that string.
+
+        None while no stop string is complete.
+        """
+        new = self._builder.push(token_id)
+        text = self._tail + new
+        ends = [at + len(stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            return len(text) - min(ends)
+        self._tail = text[-self._keep :] if self._keep else ""
+        return None
