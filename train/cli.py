@@ -1,0 +1,130 @@
+"""`python -m train +experiment=NAME [key=value ...]`: composes and checks the settings, then runs.
+
+Exit codes: 0 done; 1 a stage failed; 2 the settings are wrong; 130 and 143 stopped by Ctrl-C and
+SIGTERM with everything saved. HYDRA_FULL_ERROR=1 shows the traceback behind a message.
+"""
+
+import os
+import sys
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+HELP = """\
+Distils a drafter for a target LLM, measures it in the built-in runtime and reports whether it pays.
+
+    python -m train +experiment=NAME [key=value ...]
+
+Experiments:
+{experiments}
+
+Often set:
+    target.model=...            hub id, local folder or GGUF file of the target
+    data.files=[a.jsonl]        your own prompts, one JSON object a line
+    training.budget_minutes=20  time for training; answers and evaluation come on top
+    loss=NAME                   {losses}
+    tracking=wandb              log to Weights & Biases as well (offline without a key)
+    resume=auto                 continue the newest run of the experiment; or resume=RUN_FOLDER
+
+All settings: python -m train +experiment=NAME --cfg job      Sweeps: -m key=a,b,c
+Your own experiments: --config-dir FOLDER, which holds experiment/NAME.yaml
+Many processes: accelerate launch -m train +experiment=NAME
+"""
+
+
+class Outcome(NamedTuple):
+    """How a job ended; `score`, the acceptance length, is what a sweep maximises."""
+
+    exit_code: int
+    score: float | None
+
+
+def main() -> None:
+    """Runs the command line and exits."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(help_text(), end="")
+        return
+    sys.exit(_run_command_line())
+
+
+def help_text() -> str:
+    """The help; reads file names only, so that it is there at once."""
+    width = max(map(len, _choices("experiment")))
+    experiments = [f"    {name:{width}}  {text}" for name, text in _choices("experiment").items()]
+    return HELP.format(experiments="\n".join(experiments), losses=", ".join(_choices("loss")))
+
+
+def _choices(group: str) -> dict[str, str]:
+    """Name -> first sentence of the leading comment, of each file of a config group."""
+    found = {}
+    for file in sorted(files("conf").joinpath(group).iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".yaml"):
+            lines = file.read_text(encoding="utf-8").splitlines()
+            comments = [line[1:].strip() for line in lines if line.startswith("# ")]
+            said = [line for line in comments if not line.startswith("@")]
+            found[file.name.removesuffix(".yaml")] = said[0] if said else ""
+    return found
+
+
+def _run_command_line() -> int:
+    """Composes the settings of one run, or of each job of a sweep; returns the exit code."""
+    # Only now: torch takes seconds to import, and `--help` needs none of this.
+    import hydra
+
+    from train.cli_errors import CONFIG_ERRORS, explain
+    from train.config import TrainConfig
+
+    show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
+    codes = []
+
+    def job(settings: "DictConfig") -> float | None:
+        outcome = _run_job(settings, show_traceback=show_traceback)
+        codes.append(outcome.exit_code)
+        return outcome.score
+
+    command = hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(job)
+    try:
+        command()
+    except CONFIG_ERRORS as error:
+        if show_traceback:
+            raise
+        print(f"error: {explain(error, TrainConfig)}", file=sys.stderr)
+        return 2
+    return max(codes, default=0)
+
+
+def _run_job(settings: "DictConfig", *, show_traceback: bool) -> Outcome:
+    """One run; whatever a user can cause ends in one line on standard error."""
+    from omegaconf import OmegaConf
+
+    from train.cli_errors import CONFIG_ERRORS, check_complete, explain
+    from train.config import TrainConfig
+    from train.interrupts import Interrupted
+
+    try:
+        check_complete(settings, TrainConfig)
+        config = OmegaConf.to_object(settings)
+        assert isinstance(config, TrainConfig)
+    except (*CONFIG_ERRORS, ValueError) as error:
+        if show_traceback:
+            raise
+        return _failed(2, explain(error, TrainConfig))
+
+    from train.run import run
+
+    try:
+        return Outcome(0, run(config, OmegaConf.to_yaml(settings), sys.argv))
+    except Interrupted as stopped:
+        return _failed(128 + stopped.signum, str(stopped))
+    except (ValueError, OSError, RuntimeError) as error:
+        if show_traceback:
+            raise
+        return _failed(1, " ".join(str(error).split()))
+
+
+def _failed(exit_code: int, message: str) -> Outcome:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return Outcome(exit_code, None)
