@@ -9,6 +9,8 @@
 Names are imported when they are first used: importing this package imports no torch.
 """
 
+# ruff: noqa: F401  (the imports below are for type checkers and editors)
+
 import importlib
 from typing import TYPE_CHECKING, Any
 

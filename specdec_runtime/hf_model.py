@@ -10,10 +10,13 @@ Shapes: b rows of one pass, Q new tokens, S slots, D hidden size, V vocabulary s
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specdec_runtime.cache import BufferCache
 from specdec_runtime.layer_access import captured_residuals, decoder_layers, only_layers
@@ -43,12 +46,12 @@ class HFModel:
     def __init__(
         self, module: PreTrainedModel, *, static: bool = False, head_rows: Tensor | None = None
     ) -> None:
-        self.module = module
+        self.module: Any = module
         self.static = static
         self.config = module.config.get_text_config(decoder=True)
         self._layer_kinds = _checked_layer_kinds(module, self.config)
         self._decoder: nn.Module = module.base_model
-        self._head: nn.Module = module.get_output_embeddings()
+        self._head: Any = module.get_output_embeddings()
         self._arguments = _forward_arguments(self._decoder)
         self.num_layers = self.config.num_hidden_layers
         self.layers = decoder_layers(self._decoder, self.num_layers)
@@ -199,7 +202,7 @@ def _forward_arguments(decoder: nn.Module) -> _ForwardArguments:
     return _ForwardArguments(names)
 
 
-def _checked_layer_kinds(module: PreTrainedModel, config: object) -> list[str]:
+def _checked_layer_kinds(module: Any, config: Any) -> list[str]:
     """The attention kind of every layer, after refusing what cannot be rolled back."""
     name = type(module).__name__
     if module.config.is_encoder_decoder:
@@ -214,15 +217,16 @@ def _checked_layer_kinds(module: PreTrainedModel, config: object) -> list[str]:
             f"attn_implementation={implementation!r} takes no mask per row: load {name} with "
             f"attn_implementation in {_MASKABLE}"
         )
+    layers = DynamicCache(config=config).layers
     kinds = getattr(config, "layer_types", None) or [
         "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
-        for layer in DynamicCache(config=config).layers or [None] * config.num_hidden_layers
+        for layer in layers
     ]
-    for index, kind in enumerate(kinds):
-        if kind not in _ROLLABLE:
+    for index, (kind, layer) in enumerate(zip_longest(kinds, layers)):
+        if kind not in _ROLLABLE or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(
-                f"layer {index} of {name} is of kind {kind!r}, whose state cannot be rolled back: "
-                f"expected only {', '.join(_ROLLABLE)}"
+                f"layer {index} of {name} is of kind {kind!r} (cached as {type(layer).__name__}), "
+                f"whose state cannot be rolled back: expected only {', '.join(_ROLLABLE)}"
             )
     if getattr(module, "_is_stateful", False):
         raise ValueError(
@@ -231,7 +235,7 @@ def _checked_layer_kinds(module: PreTrainedModel, config: object) -> list[str]:
     return list(kinds)
 
 
-def _sliced_head(head: nn.Module, rows: Tensor) -> nn.Linear:
+def _sliced_head(head: Any, rows: Tensor) -> nn.Linear:
     with torch.no_grad():
         weight, bias = head.weight, getattr(head, "bias", None)
         rows = rows.to(weight.device)
@@ -242,7 +246,7 @@ def _sliced_head(head: nn.Module, rows: Tensor) -> nn.Linear:
     return sliced
 
 
-def _num_rows(head: nn.Module) -> int:
+def _num_rows(head: Any) -> int:
     return getattr(head, "out_features", None) or head.weight.shape[0]
 
 

@@ -89,17 +89,17 @@ def load_module(
         name = path.parent
     chosen = _default_device() if device == "auto" else torch.device(device)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, revision=revision or "main", **arguments
         )
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no model can be loaded from {str(name)!r}: {reason}") from error
     if "device_map" not in arguments and not getattr(module, "is_quantized", False):
-        module = module.to(chosen)
+        module.to(device=chosen)
     is_cuda = module.device.type == "cuda"
     if dtype == "auto" and is_cuda and module.dtype == torch.float32:
-        module = module.to(torch.bfloat16)
+        module.to(dtype=torch.bfloat16)
     return module.eval()
 
 
@@ -165,7 +165,9 @@ def _local_folder(name: str | Path, revision: str | None) -> Path:
     """Where the weights lie on this machine: a folder, or a GGUF file."""
     if Path(name).exists():
         return Path(name)
-    return Path(cached_file(str(name), "config.json", revision=revision or "main")).parent
+    config = cached_file(str(name), "config.json", revision=revision or "main")
+    assert config is not None, "the model has just been loaded from there"
+    return Path(config).parent
 
 
 def _revision(folder: Path) -> str:

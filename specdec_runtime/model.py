@@ -54,16 +54,22 @@ class CausalModel(Protocol):
     hidden_size: int
     num_layers: int
     max_positions: int
-    device: torch.device  # where token ids go in and logits come out
-    dtype: torch.dtype
 
-    def new_cache(self, batch_size: int, capacity: int) -> Cache:
-        """An empty cache for `batch_size` rows of up to `capacity` tokens each."""
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go in and logits come out."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+
+    def new_cache(self, batch_size: int, capacity: int) -> Any:
+        """An empty `Cache` for `batch_size` rows of up to `capacity` tokens each."""
 
     def forward(
         self,
         token_ids: Tensor,
-        cache: Cache,
+        cache: Any,
         *,
         num_new: Tensor | None = None,
         rows: Sequence[int] | None = None,
@@ -80,7 +86,7 @@ class CausalModel(Protocol):
 
         Args:
             token_ids: [b, Q] int64; the first num_new[i] of row i are real, the rest is padding.
-            cache: from `new_cache` of this model; its lengths grow by `num_new`.
+            cache: a `Cache` from `new_cache` of this model; its lengths grow by `num_new`.
             num_new: [b] int64 in [1, Q]; None = all Q.
             rows: which cache rows take part, ascending; None = all, in order.
             last_only: return logits of the last real token of each row only.

@@ -102,7 +102,7 @@ def _checked_settings(sampling: Mapping[str, Any], target: Target) -> SamplingSe
     return settings
 
 
-def _checked_prompt(target: Target, prompt: Sequence[int] | str, row: int) -> list[int]:
+def _checked_prompt(target: Target, prompt: Any, row: int) -> list[int]:
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise ValueError("text prompts need the target's tokenizer: use load_target, or ids")

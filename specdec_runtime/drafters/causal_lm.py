@@ -98,7 +98,8 @@ def load(
     temperature = settings.get("temperature")
     _check_tokenizer(folder, target)
     device = target.model.device
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval()
+    module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+    module.to(device=device)
     draft_vocab = read_draft_vocab(folder)
     return CausalLMDrafter.from_module(
         module, draft_vocab=draft_vocab, temperature=temperature, engine=engine
@@ -177,21 +178,20 @@ class CausalLMSession:
         self, rows: list[int], committed: list[list[int]], lengths: LengthRound
     ) -> Draft:
         """One pass a token over the rows that still draft."""
-        steps = []
-        histories = [list(tokens) for tokens in committed] if self._sampler.needs_history else None
         members = lengths.ask()
         if not members:
             return no_draft(len(rows))
+        histories = [list(tokens) for tokens in committed] if self._sampler.needs_history else None
+        num_new: Tensor | None
         token_ids, num_new = self._unseen(members, rows, committed)
+        steps = []
         while members:
             batch = [rows[member] for member in members]
-            output = self._model.forward(
-                token_ids, self.cache, num_new=num_new, rows=batch, last_only=True
-            )
             context = None if histories is None else [histories[member] for member in members]
-            step = self._draw(output.logits[:, 0], members, batch, context)
-            lengths.tell(self._confidences(output.logits[:, 0], step, lengths))
+            logits = self._next_logits(token_ids, num_new, batch)
+            step = self._draw(logits, members, batch, context)
             steps.append(step)
+            lengths.tell(_confidences(logits, step.tokens) if lengths.needs_confidence else None)
             if context is not None:
                 for history, token in zip(context, step.tokens.tolist(), strict=True):
                     history.append(token)
@@ -200,6 +200,14 @@ class CausalLMSession:
             token_ids, num_new = step.tokens[going_on, None], None
         return _assemble(steps, len(rows), lengths.num_drafted)
 
+    def _next_logits(self, token_ids: Tensor, num_new: Tensor | None, batch: list[int]) -> Tensor:
+        """[N, V] over the target's vocabulary, after feeding `token_ids`."""
+        output = self._model.forward(
+            token_ids, self.cache, num_new=num_new, rows=batch, last_only=True
+        )
+        assert output.logits is not None
+        return self._vocab.to_target(output.logits[:, 0])
+
     def _draw(
         self,
         logits: Tensor,
@@ -207,20 +215,11 @@ class CausalLMSession:
         batch: list[int],
         context: list[list[int]] | None,
     ) -> "_Step":
-        """The next token of each member from [N, n] logits, with the distribution it came from."""
-        scores = self._vocab.to_target(logits)
+        """The next token of each member from [N, V] logits, with the distribution it came from."""
         if self._sampler.all_greedy:
-            return _Step(members, self._sampler.argmax(scores, batch, context), None)
-        probs = self._sampler.probs(scores, batch, context, temperature=self._temperature)
+            return _Step(members, self._sampler.argmax(logits, batch, context), None)
+        probs = self._sampler.probs(logits, batch, context, temperature=self._temperature)
         return _Step(members, self._sampler.draw(probs, batch), probs)
-
-    def _confidences(
-        self, logits: Tensor, step: "_Step", lengths: LengthRound
-    ) -> list[float] | None:
-        if not lengths.needs_confidence:
-            return None
-        likely = self._vocab.to_target(logits).softmax(-1)  # temperature 1
-        return likely.gather(1, step.tokens[:, None]).squeeze(1).tolist()  # one sync a token
 
     def _unseen(
         self, members: list[int], rows: list[int], committed: list[list[int]]
@@ -263,14 +262,20 @@ class _DraftVocabulary:
         return full.index_copy_(1, self._ids, logits)
 
 
+def _confidences(logits: Tensor, tokens: Tensor) -> list[float]:
+    """The drafter's probability of each token drawn, at temperature 1; waits for the device."""
+    return logits.softmax(-1).gather(1, tokens[:, None]).squeeze(1).tolist()
+
+
 def _assemble(steps: list[_Step], num_rows: int, num_drafted: list[int]) -> Draft:
     """The steps side by side, as one draft of all rows."""
     token_ids = steps[0].tokens.new_zeros(num_rows, len(steps))
     for position, step in enumerate(steps):
         token_ids[step.members, position] = step.tokens
-    probs = None
-    if steps[0].probs is not None:
-        probs = steps[0].probs.new_zeros(num_rows, len(steps), steps[0].probs.shape[-1])
-        for position, step in enumerate(steps):
-            probs[step.members, position] = step.probs
+    if steps[0].probs is None:
+        return Draft(token_ids, torch.tensor(num_drafted))
+    probs = steps[0].probs.new_zeros(num_rows, len(steps), steps[0].probs.shape[-1])
+    for position, step in enumerate(steps):
+        assert step.probs is not None
+        probs[step.members, position] = step.probs
     return Draft(token_ids, torch.tensor(num_drafted), probs)
