@@ -152,7 +152,7 @@ class _Row:
 
     def extend(self, kept: list[int], next_token: int, num_drafted: int) -> Chunk:
         """Append the kept drafts and the target's token, up to wherever the row ends."""
-        before, is_bonus = len(self.tokens), len(kept) == num_drafted
+        before = len(self.tokens)
         for token in (*kept, next_token):
             self.tokens.append(token)
             self.ending = self.end.check(self.tokens)
@@ -163,7 +163,7 @@ class _Row:
             row=self.index,
             token_ids=new,
             num_accepted=min(len(kept), len(new)),
-            is_bonus=is_bonus and len(new) > len(kept),
+            num_drafted=num_drafted,
             finish_reason=self.ending.reason if self.ending else None,
             excess_chars=self.ending.excess_chars if self.ending else 0,
         )

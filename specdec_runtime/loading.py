@@ -4,7 +4,9 @@ Everything transformers loads is a target: hub ids, folders, GGUF files, quantis
 spread by `device_map`. The distribution that is kept is that of the target as loaded.
 """
 
+import glob
 import importlib
+import os
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -37,7 +39,8 @@ def load_target(
     """Load the model whose output is to be kept exactly.
 
     Args:
-        name: hub id, folder, or GGUF file.
+        name: hub id, folder, GGUF file, or the name of a target that Draftloop has installed in
+            the user's cache.
         dtype: "auto" = as stored; on CUDA bfloat16 where float32 is stored.
         device: "auto" = CUDA if present, else CPU.
         engine: see `Engine`.
@@ -48,6 +51,7 @@ def load_target(
     Raises:
         ValueError: if there is no such model, no tokenizer, or it cannot be decoded here.
     """
+    name = _installed(name)
     module = load_module(
         name, dtype=dtype, device=device, revision=revision, model_arguments=model_arguments
     )
@@ -84,6 +88,8 @@ def load_module(
     """The transformers model alone, in eval mode. Arguments and errors as `load_target`."""
     arguments = dict(model_arguments or {})
     path = Path(name)
+    if path.is_absolute() and not path.exists():
+        raise ValueError(f"{name}: no such folder; expected a model folder, GGUF file or hub id")
     if path.suffix == ".gguf":
         arguments["gguf_file"] = path.name
         name = path.parent
@@ -159,6 +165,17 @@ def _load_tokenizer(name: str | Path, revision: str | None) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no tokenizer can be loaded from {str(name)!r}: {reason}") from error
+
+
+def _installed(name: str | Path) -> str | Path:
+    """The newest folder that `distill` has converted under this name; else the name itself."""
+    if Path(name).exists() or "/" in str(name):
+        return name
+    root = os.environ.get("DRAFTLOOP_CACHE")
+    xdg = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folders = Path(root) if root else xdg / "draftloop"
+    found = sorted((folders / "targets").glob(f"{glob.escape(str(name))}-v*"))
+    return next((folder for folder in reversed(found) if folder.is_dir()), name)
 
 
 def _local_folder(name: str | Path, revision: str | None) -> Path:

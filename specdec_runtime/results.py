@@ -13,9 +13,19 @@ class Chunk(NamedTuple):
     row: int
     token_ids: list[int]
     num_accepted: int  # the first so many were drafted; the one after them is the target's
-    is_bonus: bool  # whether that last token came after a wholly accepted draft
-    finish_reason: str | None  # set on the row's last chunk
+    num_drafted: int  # as submitted in this round; 0 in the prefill
+    finish_reason: str | None = None  # set on the row's last chunk
     excess_chars: int = 0  # characters of the last token's text that lie behind a stop string
+
+    @property
+    def kinds(self) -> list[str]:
+        """Per token: "accepted", "recovered", "bonus", or "target" where nothing was drafted."""
+        kinds = ["accepted"] * self.num_accepted
+        if len(self.token_ids) > self.num_accepted:
+            refused = self.num_accepted < self.num_drafted
+            own = "recovered" if refused else "bonus" if self.num_drafted else "target"
+            kinds.append(own)
+        return kinds
 
 
 @dataclass

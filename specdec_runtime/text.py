@@ -5,10 +5,11 @@ it any more: at the latest when it no longer ends in the replacement character.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-# Longest run of tokens that can form one character: 4 bytes of UTF-8, one byte a token.
-_INCOMPLETE = "\ufffd"
+from specdec_runtime.results import Chunk
+
+_INCOMPLETE = "\ufffd"  # what decoders put in place of an unfinished character
 
 
 class TextBuilder:
@@ -49,6 +50,40 @@ class TextBuilder:
         return self._tokenizer.decode(
             ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
         )
+
+
+class Piece(NamedTuple):
+    """Text that is final, and what the token that completed it was (`Chunk.kinds`)."""
+
+    text: str
+    kind: str
+
+
+class TextStream:
+    """One row's chunks as pieces of text, each yielded once and never taken back."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._builder = TextBuilder(tokenizer)
+
+    def pieces(self, chunk: Chunk) -> list[Piece]:
+        """What becomes final with `chunk`; nothing behind a stop string."""
+        pieces = [
+            Piece(self._builder.push(token), kind)
+            for token, kind in zip(chunk.token_ids, chunk.kinds, strict=True)
+        ]
+        if chunk.finish_reason is not None:
+            pieces.append(Piece(self._builder.flush(), chunk.kinds[-1]))
+            pieces = _without_end(pieces, chunk.excess_chars)
+        return [piece for piece in pieces if piece.text]
+
+
+def _without_end(pieces: list[Piece], num_chars: int) -> list[Piece]:
+    kept = []
+    for piece in reversed(pieces):
+        dropped = min(num_chars, len(piece.text))
+        num_chars -= dropped
+        kept.append(Piece(piece.text[: len(piece.text) - dropped], piece.kind))
+    return kept[::-1]
 
 
 class StopStrings:
