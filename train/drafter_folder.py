@@ -1,0 +1,138 @@
+"""The drafter folder as training writes it: into every checkpoint, and as the product of a run."""
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec_runtime.formats import (
+    DRAFT_VOCAB_NAME,
+    MANIFEST_NAME,
+    DrafterManifest,
+    TargetRecord,
+    read_manifest,
+    write_drafter,
+)
+from specdec_runtime.target import Target
+from specdec_runtime.tokenizers import template_hash, tokenizer_hash
+from train.run_dir import write_atomically
+
+CARD = "README.md"
+
+
+class DrafterWriter:
+    """Writes the module under training as a folder that the runtime, and transformers, load.
+
+    Args:
+        dtype: of the written weights; the module itself keeps its float32 masters.
+        d2t, t2d: of a reduced output vocabulary (see specdec_runtime/formats.py), or None.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        manifest: DrafterManifest,
+        *,
+        tokenizer: Any,
+        dtype: torch.dtype,
+        draft_vocab: dict[str, Tensor] | None,
+    ) -> None:
+        self._module = module
+        self._manifest = manifest
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._tensors = {DRAFT_VOCAB_NAME: draft_vocab} if draft_vocab is not None else None
+
+    def __call__(self, folder: Path) -> Path:
+        """Raises a ValueError if the folder exists and holds anything."""
+        written = copy.deepcopy(self._module).to(self._dtype)
+        written.config.dtype = self._dtype  # the configuration says what the tensors are
+        return write_drafter(
+            folder, written, self._manifest, tokenizer=self._tokenizer, tensors=self._tensors
+        )
+
+
+def manifest_for(
+    target: Target,
+    *,
+    kind: str,
+    target_name: str,
+    training_data_fingerprint: str,
+    num_draft_tokens: int,
+    template_options: dict[str, Any],
+    kind_config: dict[str, Any],
+) -> DrafterManifest:
+    """The manifest of a drafter for `target`, before anything is measured on its folder."""
+    return DrafterManifest(
+        kind=kind,
+        target=TargetRecord(
+            name=target_name,
+            revision=target.revision,
+            fingerprint=target.fingerprint,
+            vocab_size=target.model.vocab_size,
+            real_vocab_size=target.real_vocab_size,
+        ),
+        tokenizer_hash=tokenizer_hash(target.tokenizer),
+        template_hash=template_hash(target.tokenizer),
+        template_options=template_options,
+        training_data_fingerprint=training_data_fingerprint,
+        recommended={"num_draft_tokens": num_draft_tokens},
+        kind_config=kind_config,
+    )
+
+
+def add_measurements(
+    folder: Path, *, measured: dict[str, Any], recommended: dict[str, Any]
+) -> None:
+    """Stores what the evaluation of this folder found; settings not measured stay as they are."""
+    manifest = read_manifest(folder)
+    manifest.measured = manifest.measured | measured
+    manifest.recommended = manifest.recommended | recommended
+    text = json.dumps(asdict(manifest), indent=2, sort_keys=True) + "\n"
+    write_atomically(folder / MANIFEST_NAME, text)
+    write_card(folder)
+
+
+def write_card(folder: Path) -> None:
+    """README.md of a drafter folder: what it is for and how to use it, from its manifest."""
+    write_atomically(folder / CARD, card(read_manifest(folder)))
+
+
+def card(manifest: DrafterManifest) -> str:
+    target, number = manifest.target, manifest.recommended.get("num_draft_tokens", 3)
+    lines = [
+        f"# Drafter for {target.name}",
+        "",
+        f"A `{manifest.kind}` drafter for speculative decoding, trained with Draftloop. With it the "
+        f"target's output stays exactly what it is; see the evaluation report of its run.",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| target | {target.name} {target.revision}".rstrip() + " |",
+        f"| target fingerprint | `{target.fingerprint[:16]}` |",
+        f"| tokenizer | `{manifest.tokenizer_hash[:16]}` |",
+        f"| chat template | `{manifest.template_hash[:16]}` |",
+        f"| training data | `{manifest.training_data_fingerprint[:16]}` |",
+        f"| draft tokens a round | {number} |",
+    ]
+    for name, value in sorted(manifest.measured.items()):
+        shown = f"{value:.3f}" if isinstance(value, float) else value
+        lines.append(f"| {name.replace('_', ' ')} | {shown} |")
+    lines += [
+        "",
+        "```python",
+        "from specdec_runtime import SpeculativeDecoder, load_drafter, load_target",
+        "",
+        f"target = load_target({target.name!r})",
+        'drafter = load_drafter("PATH_OF_THIS_FOLDER", target)',
+        f"decoder = SpeculativeDecoder(target, drafter, num_draft_tokens={number})",
+        'print(decoder.generate(["..."], max_new_tokens=64).text(0))',
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
