@@ -1,0 +1,236 @@
+"""Acceptance of a drafter on prompts, measured by the decoder that serves: counts and intervals.
+
+The training loop calls `measure_acceptance` too, so there is one definition and one
+implementation (specdec_runtime/stats.py). Greedy and sampled decoding are never pooled: one call
+has one temperature.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from eval.intervals import NUM_RESAMPLES, Interval, mean_interval, ratio_interval
+from eval.looping import is_looping
+from eval.results import AcceptanceResult, PromptCounts
+from eval.suites import EvalPrompt
+from specdec_runtime.decode import SpeculativeDecoder
+from specdec_runtime.draft import Drafter
+from specdec_runtime.model import CausalModel
+from specdec_runtime.stats import AcceptanceStats
+from specdec_runtime.target import Target
+
+Progress = Callable[[int], None]  # called with the number of prompts just finished
+
+
+@dataclass(frozen=True)
+class MeasuredAcceptance:
+    """Counts of a set of prompts. `prompts`, `token_ids`, `finish_reasons` run parallel to them."""
+
+    stats: AcceptanceStats
+    prompts: list[AcceptanceStats]
+    token_ids: list[list[int]]
+    finish_reasons: list[str]
+    seconds: float
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.stats.acceptance_length
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.stats.acceptance_rate
+
+    def length_interval(self, *, num_resamples: int = NUM_RESAMPLES, seed: int = 0) -> Interval:
+        """Acceptance length with its 95 % interval over prompts."""
+        return length_interval(self.prompts, num_resamples=num_resamples, seed=seed)
+
+
+def measure_acceptance(
+    target: Target | CausalModel,
+    drafter: Drafter | None,
+    prompt_ids: Sequence[Sequence[int]],
+    *,
+    num_draft_tokens: int,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 8,
+    on_prompts: Progress | None = None,
+) -> MeasuredAcceptance:
+    """Decode the prompts and count what was accepted.
+
+    Args:
+        drafter: None decodes plainly (nothing is drafted; the ratios are undefined).
+        prompt_ids: token ids of each prompt, ready to decode.
+        temperature: 0 = greedy; prompt i draws with seed + i, whatever the batch size.
+        on_prompts: told how many prompts a finished batch held.
+
+    Raises:
+        ValueError: no prompts, or settings that the decoder refuses.
+    """
+    if not prompt_ids:
+        raise ValueError("no prompts to measure acceptance on, expected at least one")
+    decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=num_draft_tokens)
+    started = time.perf_counter()
+    stats: list[AcceptanceStats] = []
+    token_ids: list[list[int]] = []
+    reasons: list[str] = []
+    for first in range(0, len(prompt_ids), batch_size):
+        batch = prompt_ids[first : first + batch_size]
+        generation = decoder.generate(
+            batch,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=[seed + first + i for i in range(len(batch))],
+        )
+        stats += generation.row_stats
+        token_ids += generation.token_ids
+        reasons += generation.finish_reasons
+        if on_prompts is not None:
+            on_prompts(len(batch))
+    return MeasuredAcceptance(
+        stats=sum(stats, AcceptanceStats()),
+        prompts=stats,
+        token_ids=token_ids,
+        finish_reasons=reasons,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def acceptance_result(
+    measured: MeasuredAcceptance,
+    prompts: Sequence[EvalPrompt],
+    *,
+    drafter: str,
+    suite: str,
+    temperature: float,
+    num_draft_tokens: int,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> AcceptanceResult:
+    """The record of a measurement: micro and macro figures, by position, with intervals."""
+    rows = measured.prompts
+    rates = [_defined(row.num_accepted, row.num_drafted) for row in rows]
+    lengths = [_defined(row.num_accepted + row.num_rounds, row.num_rounds) for row in rows]
+    options = {"num_resamples": num_resamples, "seed": seed}
+    looping = [is_looping(ids) for ids in measured.token_ids]
+    return AcceptanceResult(
+        drafter=drafter,
+        suite=suite,
+        temperature=temperature,
+        num_draft_tokens=num_draft_tokens,
+        num_prompts=len(rows),
+        num_looping=sum(looping),
+        num_rounds=measured.stats.num_rounds,
+        num_drafted=measured.stats.num_drafted,
+        num_accepted=measured.stats.num_accepted,
+        num_tokens=measured.stats.num_tokens,
+        acceptance_rate=rate_interval(rows, **options),
+        acceptance_length=length_interval(rows, **options),
+        macro_acceptance_rate=mean_interval(rates, **options),
+        macro_acceptance_length=mean_interval(lengths, **options),
+        acceptance_by_position=position_intervals(rows, **options),
+        conditional_acceptance_by_position=conditional_intervals(rows, **options),
+        seconds=measured.seconds,
+        prompts=[
+            prompt_counts(prompts[i].id, row, measured.finish_reasons[i], looping[i], ids)
+            for i, (row, ids) in enumerate(zip(rows, measured.token_ids, strict=True))
+        ],
+    )
+
+
+def rate_interval(
+    rows: Sequence[AcceptanceStats], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> Interval:
+    """Accepted / drafted over prompts; no value where nothing was drafted."""
+    return ratio_interval(
+        [row.num_accepted for row in rows],
+        [row.num_drafted for row in rows],
+        num_resamples=num_resamples,
+        seed=seed,
+    )
+
+
+def length_interval(
+    rows: Sequence[AcceptanceStats], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> Interval:
+    """1 + accepted / rounds over prompts."""
+    return ratio_interval(
+        [row.num_accepted for row in rows],
+        [row.num_rounds for row in rows],
+        num_resamples=num_resamples,
+        seed=seed,
+    ).shifted(1.0)
+
+
+def position_intervals(
+    rows: Sequence[AcceptanceStats], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> list[Interval]:
+    """Rounds with more than i accepted tokens / all rounds, for each position i."""
+    return [
+        ratio_interval(
+            [_at(row.accepted_by_position, i) for row in rows],
+            [row.num_rounds for row in rows],
+            num_resamples=num_resamples,
+            seed=seed,
+        )
+        for i in range(_num_positions(rows))
+    ]
+
+
+def conditional_intervals(
+    rows: Sequence[AcceptanceStats], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+) -> list[Interval]:
+    """Accepted at position i / rounds that drafted there with everything before it kept."""
+    intervals = []
+    for i in range(_num_positions(rows)):
+        reached = [_at(row.accepted_by_position, i - 1) if i else row.num_rounds for row in rows]
+        asked = [
+            min(count, _at(row.drafted_by_position, i))
+            for count, row in zip(reached, rows, strict=True)
+        ]
+        accepted = [_at(row.accepted_by_position, i) for row in rows]
+        intervals.append(ratio_interval(accepted, asked, num_resamples=num_resamples, seed=seed))
+    return intervals
+
+
+def prompt_counts(
+    prompt_id: str, row: AcceptanceStats, finish_reason: str, looping: bool, token_ids: list[int]
+) -> PromptCounts:
+    """The counts of one prompt as a record."""
+    return PromptCounts(
+        prompt_id=prompt_id,
+        num_rounds=row.num_rounds,
+        num_drafted=row.num_drafted,
+        num_accepted=row.num_accepted,
+        num_tokens=row.num_tokens,
+        drafted_by_position=list(row.drafted_by_position),
+        accepted_by_position=list(row.accepted_by_position),
+        finish_reason=finish_reason,
+        looping=looping,
+        token_ids=token_ids,
+    )
+
+
+def stats_of(counts: PromptCounts) -> AcceptanceStats:
+    """The inverse of `prompt_counts`."""
+    return AcceptanceStats(
+        num_rounds=counts.num_rounds,
+        num_drafted=counts.num_drafted,
+        num_accepted=counts.num_accepted,
+        num_tokens=counts.num_tokens,
+        drafted_by_position=counts.drafted_by_position,
+        accepted_by_position=counts.accepted_by_position,
+    )
+
+
+def _num_positions(rows: Sequence[AcceptanceStats]) -> int:
+    return max((len(row.drafted_by_position) for row in rows), default=0)
+
+
+def _at(counts: Sequence[int], index: int) -> int:
+    return counts[index] if index < len(counts) else 0
+
+
+def _defined(numerator: int, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None

@@ -1,0 +1,85 @@
+"""How long an evaluation will take, part by part, and how to make it fit its time limit.
+
+Estimates rest on one thing measured first: the seconds of a pass of the target over 1, 2, ...
+tokens. They are printed before the work starts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from eval.config import EvaluationConfig
+
+GUESSED_LENGTH = 1.6  # tokens a round, before anything is known
+GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
+TIMED_SHARE = 0.45  # of the time limit that timing may always use
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Estimated seconds of one part."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """What is to be decoded, on one or more suites."""
+
+    num_suites: int
+    num_prompts: int  # of one suite
+    prompt_tokens: float  # mean
+    num_drafters: int
+    num_temperatures: int
+
+
+def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig) -> list[PartTime]:
+    """Seconds of each part but the timing, which takes what is left."""
+    rows = min(config.batch_size, amounts.num_prompts)
+    batches = amounts.num_suites * -(-amounts.num_prompts // rows)
+    prefill = batches * _pass(pass_s, rows * amounts.prompt_tokens)
+    plain = prefill + batches * config.max_new_tokens * _pass(pass_s, rows)
+    width = rows * (config.num_draft_tokens + 1)
+    one_round = _pass(pass_s, width) * (1 + GUESSED_DRAFTING)
+    rounds = config.max_new_tokens / GUESSED_LENGTH
+    decoding = (
+        amounts.num_drafters * amounts.num_temperatures * (prefill + batches * rounds * one_round)
+    )
+    reading = (
+        amounts.num_suites
+        * amounts.num_prompts
+        * _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
+    )
+    runs = 2 * (config.max_draft_tokens + 1) * 10  # rounds of the cost measurement
+    costs = amounts.num_drafters * runs * _pass(pass_s, config.max_draft_tokens + 1)
+    return [
+        PartTime("plain greedy texts", plain),
+        PartTime("costs of a round", costs),
+        PartTime("acceptance", decoding),
+        PartTime("overlap and weak places", reading),
+    ]
+
+
+def fit_prompts(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig) -> Amounts:
+    """Fewer prompts a suite where the estimate exceeds the share of the limit; never below 4."""
+    allowed = (1 - TIMED_SHARE) * config.time_limit_s
+    while amounts.num_prompts > 4 and total(estimate(pass_s, amounts, config)) > allowed:
+        amounts = replace(amounts, num_prompts=amounts.num_prompts - 1)
+    return amounts
+
+
+def total(parts: Sequence[PartTime]) -> float:
+    """Seconds of all parts."""
+    return sum(part.seconds for part in parts)
+
+
+def describe(parts: Sequence[PartTime]) -> str:
+    """`about 95 s: plain greedy texts 20 s, ...`."""
+    listed = ", ".join(f"{part.name} {part.seconds:.0f} s" for part in parts)
+    return f"about {total(parts):.0f} s: {listed}"
+
+
+def _pass(pass_s: Sequence[float], num_tokens: float) -> float:
+    """Seconds of a pass over this many tokens, by the line through the first and last measured."""
+    slope = max((pass_s[-1] - pass_s[0]) / max(len(pass_s) - 1, 1), 0.0)
+    return pass_s[0] + slope * (num_tokens - 1)

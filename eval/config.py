@@ -1,0 +1,108 @@
+"""Settings of an evaluation: what `evaluate` needs, and what the command line adds.
+
+Registered with Hydra as `eval_schema`; ranges are checked when the dataclass is made, before any
+model is loaded.
+"""
+
+from dataclasses import dataclass, field
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig:
+    """How much is measured. The defaults take about four minutes on two CPU cores.
+
+    num_prompts: prompts a suite for exactness, acceptance and replay.
+    max_new_tokens: length of every answer.
+    num_draft_tokens: draft length of the acceptance tables, the same for every drafter.
+    max_draft_tokens: longest draft that the replay and the cost model look at.
+    sampling_temperature: the temperature of the sampled acceptance table; None = greedy only.
+    batch_size: rows decoded together where time is not measured.
+    speed_prompts, speed_repeats: prompts a suite and interleaved repeats of the timing.
+    also_time: draft lengths timed besides the recommended one, to check the cost model.
+    reference_prompts: prompts compared with transformers' own generate in float32.
+    num_resamples: bootstrap resamples of every interval.
+    trace_prompts: answers shown token by token in the report.
+    time_limit_s: seconds the whole evaluation may take; prompts and repeats shrink to fit.
+    """
+
+    num_prompts: int = 24
+    max_new_tokens: int = 96
+    num_draft_tokens: int = 3
+    max_draft_tokens: int = 8
+    sampling_temperature: float | None = 1.0
+    batch_size: int = 8
+    speed_prompts: int = 6
+    speed_repeats: int = 3
+    also_time: list[int] = field(default_factory=list)
+    reference_prompts: int = 4
+    num_resamples: int = 1000
+    trace_prompts: int = 3
+    time_limit_s: float = 240.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("evaluation.num_prompts", self.num_prompts, 2, "an interval needs two prompts")
+        _at_least("evaluation.max_new_tokens", self.max_new_tokens, 2)
+        _at_least("evaluation.num_draft_tokens", self.num_draft_tokens, 1)
+        _at_least("evaluation.max_draft_tokens", self.max_draft_tokens, self.num_draft_tokens)
+        _at_least("evaluation.batch_size", self.batch_size, 1)
+        _at_least("evaluation.speed_prompts", self.speed_prompts, 1)
+        _at_least("evaluation.speed_repeats", self.speed_repeats, 1)
+        _at_least("evaluation.reference_prompts", self.reference_prompts, 0)
+        _at_least("evaluation.num_resamples", self.num_resamples, 100)
+        _at_least("evaluation.trace_prompts", self.trace_prompts, 0)
+        if self.sampling_temperature is not None and self.sampling_temperature <= 0:
+            raise ValueError(
+                "evaluation.sampling_temperature must be positive, got "
+                f"{self.sampling_temperature}; use null to leave sampling out"
+            )
+        if self.time_limit_s <= 0:
+            raise ValueError(f"evaluation.time_limit_s must be positive, got {self.time_limit_s}")
+        if any(k < 1 or k > self.max_draft_tokens for k in self.also_time):
+            raise ValueError(
+                f"evaluation.also_time must hold draft lengths from 1 to max_draft_tokens="
+                f"{self.max_draft_tokens}, got {self.also_time}"
+            )
+
+
+@dataclass(kw_only=True)
+class TargetChoice:
+    """The target; `model` None = the one that the drafter was trained for."""
+
+    model: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    engine: str = "auto"
+
+
+@dataclass(kw_only=True)
+class EvalConfig:
+    """`python -m eval`: one target, one or several drafters, prompts, an output folder.
+
+    drafter: the drafter that the page is about; drafters: more of them, side by side.
+    lookup: also measure prompt lookup, the free baseline.
+    prompts: a JSONL file; None = those kept beside the drafter by its run, else `suites`.
+    suites: fetched suites by name, used where there is no prompts file.
+    output: None = runs/eval/<time>.
+    """
+
+    drafter: str = MISSING
+    drafters: list[str] = field(default_factory=list)
+    lookup: bool = True
+    target: TargetChoice = field(default_factory=TargetChoice)
+    prompts: str | None = None
+    suites: list[str] = field(default_factory=lambda: ["mt_bench"])
+    output: str | None = None
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+
+def _at_least(name: str, value: int, smallest: int, why: str = "") -> None:
+    if value < smallest:
+        reason = f" ({why})" if why else ""
+        raise ValueError(f"{name} must be at least {smallest}, got {value}{reason}")
+
+
+ConfigStore.instance().store(name="eval_schema", node=EvalConfig)

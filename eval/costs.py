@@ -1,0 +1,158 @@
+"""Costs of a round, measured: passes of the target over 1 to K + 1 tokens, drafting, the rest.
+
+The decoder's own round timers tell what each part takes in real rounds with the real drafter (whose
+weights compete for the same caches); draft lengths that a drafter rarely reaches are timed as bare
+passes. Runs of different draft lengths are interleaved, medians are taken.
+
+Units: seconds, and passes of the target over one token.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+
+from eval.cost_model import RoundCosts
+from eval.results import CostResult
+from specdec_runtime.decode import SpeculativeDecoder
+from specdec_runtime.draft import Drafter
+from specdec_runtime.model import CausalModel
+from specdec_runtime.results import Generation
+from specdec_runtime.target import Target
+
+NUM_PASSES = 7  # bare passes of each width; the median of 7 shrugs off three disturbed ones
+NUM_RUNS = 2  # interleaved decodes of each draft length
+RUN_TOKENS = 14  # new tokens of such a run, beyond the draft length
+ENOUGH_ROUNDS = 3  # rounds of one draft length from which a median is taken
+
+
+class DecodeTimes(NamedTuple):
+    """Round timers of the runs of one drafter, by number of tokens drafted in the round."""
+
+    verify_s: dict[int, list[float]]
+    draft_s: dict[int, list[float]]
+    outside_s: list[float]  # per run: seconds a round outside drafting and verification
+
+
+@torch.inference_mode()
+def time_passes(
+    model: CausalModel, token_ids: Sequence[int], *, max_draft_tokens: int
+) -> list[float]:
+    """Seconds of a pass over K + 1 tokens behind `token_ids`, for K = 0 to `max_draft_tokens`."""
+    start = len(token_ids)
+    cache = model.new_cache(1, start + max_draft_tokens + 1)
+    model.forward(torch.tensor([list(token_ids)]), cache, last_only=True)
+    new = torch.tensor([[token_ids[i % start] for i in range(max_draft_tokens + 1)]])
+    times: list[list[float]] = [[] for _ in range(max_draft_tokens + 1)]
+    for turn in range(NUM_PASSES + 1):
+        for k, taken in enumerate(times):
+            begun = time.perf_counter()
+            output = model.forward(new[:, : k + 1], cache)
+            assert output.logits is not None
+            output.logits.argmax(-1).tolist()  # waits for the device, as the decoder does
+            if turn:  # the first turn warms up
+                taken.append(time.perf_counter() - begun)
+            cache.truncate([start])
+    return [median(taken) for taken in times]
+
+
+def measure_costs(
+    target: Target,
+    drafter: Drafter,
+    prompt: Sequence[int],
+    *,
+    name: str,
+    max_draft_tokens: int,
+    pass_s: Sequence[float],
+    plain_token_s: float | None = None,
+) -> CostResult:
+    """Costs of rounds with this drafter.
+
+    Args:
+        plain_token_s: seconds a token of the baseline, where that is not our own plain decoding.
+        prompt: the text to decode from; its length is the context that costs are stated for.
+        pass_s: from `time_passes`, for draft lengths that the drafter does not reach.
+    """
+    plain, drafted = _run(target, drafter, prompt, max_draft_tokens)
+    target_s = median(plain.verify_s[0])
+    verify_s = [target_s]
+    scale = target_s / pass_s[0]  # a pass within decoding against a bare one
+    for k in range(1, max_draft_tokens + 1):
+        seen = drafted.verify_s.get(k, [])
+        verify_s.append(median(seen) if len(seen) >= ENOUGH_ROUNDS else scale * pass_s[k])
+    start_s, token_s = fit_line(
+        {k: median(seen) for k, seen in drafted.draft_s.items() if k and len(seen) >= ENOUGH_ROUNDS}
+    )
+    outside_s = median(drafted.outside_s)
+    if plain_token_s is None:
+        plain_token_s = target_s + median(plain.outside_s)
+    return CostResult(
+        drafter=name,
+        context_tokens=len(prompt),
+        verify_s=verify_s,
+        draft_token_s=token_s,
+        draft_start_s=start_s,
+        outside_s=outside_s,
+        costs=RoundCosts(
+            target_s=target_s,
+            verify=tuple(seconds / target_s for seconds in verify_s),
+            draft_cost=token_s / target_s,
+            overhead=(start_s + outside_s) / target_s,
+            plain_overhead=plain_token_s / target_s - 1.0,
+        ),
+    )
+
+
+def fit_line(seconds_by_drafted: dict[int, float]) -> tuple[float, float]:
+    """(seconds to start a draft, seconds per drafted token), neither below 0: least squares.
+
+    One draft length alone is all slope; none at all (nothing drafted) is free.
+    """
+    if not seconds_by_drafted:
+        return 0.0, 0.0
+    count = len(seconds_by_drafted)
+    mean_k = sum(seconds_by_drafted) / count
+    mean_s = sum(seconds_by_drafted.values()) / count
+    spread = sum((k - mean_k) ** 2 for k in seconds_by_drafted)
+    if spread == 0:
+        return 0.0, mean_s / mean_k
+    slope = sum((k - mean_k) * (s - mean_s) for k, s in seconds_by_drafted.items()) / spread
+    slope = max(slope, 0.0)
+    start = mean_s - slope * mean_k
+    if start < 0:
+        return 0.0, mean_s / mean_k
+    return start, slope
+
+
+def _run(
+    target: Target, drafter: Drafter, prompt: Sequence[int], max_draft_tokens: int
+) -> tuple[DecodeTimes, DecodeTimes]:
+    """Interleaved short decodes at every draft length; (plain, drafted)."""
+    plain, drafted = (DecodeTimes(defaultdict(list), defaultdict(list), []) for _ in range(2))
+    room = target.model.max_positions - len(prompt)
+    for turn in range(NUM_RUNS + 1):
+        for k in range(max_draft_tokens + 1):
+            decoder = SpeculativeDecoder(target, drafter if k else None, num_draft_tokens=k)
+            generation = decoder.generate(
+                [prompt], max_new_tokens=min(RUN_TOKENS + k, room), eos_token_id=()
+            )
+            if turn:  # the first turn warms up
+                _collect(generation, drafted if k else plain)
+            elif k >= 1:
+                break  # plain decoding and one draft length are enough to warm up
+    return plain, drafted
+
+
+def _collect(generation: Generation, into: DecodeTimes) -> None:
+    """Add a run's timers. Its first round is left out: the drafter reads the prompt there."""
+    rounds = generation.rounds
+    for i, one in enumerate(rounds):
+        into.verify_s[one.drafted[0]].append(one.verify_s)
+        if i:
+            into.draft_s[one.drafted[0]].append(one.draft_s)
+    inside = sum(one.draft_s + one.verify_s for one in rounds)
+    if rounds:
+        into.outside_s.append((generation.seconds - generation.prefill_s - inside) / len(rounds))

@@ -1,0 +1,70 @@
+"""What a reader must know before trusting a number: findings over finished results."""
+
+from eval.results import AcceptanceResult, Flag, ReplayResult, Results
+from eval.verdict import deviation_message
+
+LOOPING_SHARE = 0.25  # of a suite's answers; more than this colours the acceptance of the suite
+
+
+def flags_of(results: Results) -> list[Flag]:
+    """Errors first: what contradicts itself, then what weakens a conclusion."""
+    flags = [
+        Flag("error", "not_exact", f"{c.drafter}: {c.summary}; its speedups are withheld")
+        for c in results.exactness
+        if not c.passed
+    ]
+    for replayed in results.replay:
+        flags += _replay_flags(replayed, results.target.dtype)
+    for prediction in results.predictions:
+        message = deviation_message(prediction)
+        if message is not None:
+            flags.append(Flag("warning", "prediction_deviates", message))
+    for acceptance in results.acceptance:
+        flags += _acceptance_flags(acceptance)
+    for suite in results.suites:
+        if suite.num_too_long:
+            message = (
+                f"{suite.name}: {suite.num_too_long} prompts are too long for the target's "
+                "context and were left out"
+            )
+            flags.append(Flag("note", "prompts_too_long", message))
+        if suite.num_prompts < 2:
+            message = f"{suite.name} has one prompt: no interval can be given, use two or more"
+            flags.append(Flag("warning", "no_interval", message))
+    return flags
+
+
+def _replay_flags(replayed: ReplayResult, dtype: str) -> list[Flag]:
+    place = f"{replayed.drafter} on {replayed.suite}"
+    if replayed.agrees is False:
+        message = (
+            f"{place}: teacher-forced agreement {_value(replayed.round_start_agreement.value)} and "
+            f"decoded acceptance {_value(replayed.decoded_first_acceptance.value)} at position 1 "
+            "differ beyond their intervals: training and serving do not see the same model"
+        )
+        return [Flag("error", "teacher_forcing_disagrees", message)]
+    if not replayed.exact:
+        # Rounding may flip a token in 16 bit; in float32 the counts have to be equal.
+        level = "error" if dtype == "float32" else "note"
+        message = f"{place}: the counts of replay and decoding are not equal"
+        return [Flag(level, "replay_not_exact", message)]
+    return []
+
+
+def _acceptance_flags(acceptance: AcceptanceResult) -> list[Flag]:
+    place = f"{acceptance.drafter} on {acceptance.suite} at temperature {acceptance.temperature:g}"
+    flags = []
+    if not acceptance.num_drafted:
+        message = f"{place}: nothing was drafted, acceptance is n/a"
+        flags.append(Flag("note", "nothing_drafted", message))
+    if acceptance.num_looping > LOOPING_SHARE * acceptance.num_prompts:
+        message = (
+            f"{place}: {acceptance.num_looping} of {acceptance.num_prompts} answers repeat "
+            "themselves, which makes them easy to draft"
+        )
+        flags.append(Flag("note", "looping", message))
+    return flags
+
+
+def _value(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.3f}"

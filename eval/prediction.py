@@ -1,0 +1,178 @@
+"""The cost model applied to what was measured: predicted speedups, best length, what would help.
+
+Acceptance comes from the replay (temperature 0, exact for every draft length), costs from the
+clock. `what_if` answers always allow the draft length to change with the circumstances.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from eval.cost_model import (
+    RoundCosts,
+    Step,
+    best_length,
+    break_even_acceptance,
+    constant_rate_of,
+    decomposition,
+    deviation,
+    expected_acceptance_length,
+    predicted_speedup,
+)
+from eval.intervals import Interval
+from eval.results import (
+    AcceptanceResult,
+    CostResult,
+    LengthPrediction,
+    Prediction,
+    ReplayedLength,
+    SpeedResult,
+)
+
+FEWER_REJECTIONS = 0.2  # what a longer training may bring: one rejection in five avoided
+MOSTLY_FULL = 0.8  # a drafter that fills this share of its rounds has one draft length
+
+Lengths = Mapping[int, ReplayedLength]
+
+
+def predict(
+    drafter: str,
+    suite: str,
+    replayed: Sequence[ReplayedLength],
+    measured: CostResult,
+    speed: SpeedResult | None,
+) -> Prediction:
+    """Predicted speedup by draft length, what eats it, and how it compares with the clock.
+
+    Args:
+        replayed: acceptance at each draft length, from a replay or from `decoded_lengths`.
+        speed: the measured speedup of the same drafter and suite, None where not measured.
+    """
+    costs = measured.costs
+    lengths = {
+        length.num_draft_tokens: length
+        for length in replayed
+        if length.num_draft_tokens <= costs.max_draft_tokens and length.num_rounds
+    }
+    speedups = speedups_by_length(lengths, costs)
+    best = best_length(speedups)
+    shown = speed.num_draft_tokens if speed is not None else best.num_draft_tokens
+    at_shown = lengths.get(shown)
+    known = speed.decode_speedup.value if speed is not None and speed.decode_speedup else None
+    predicted = speedups.get(shown) if speed is not None else None
+    return Prediction(
+        drafter=drafter,
+        suite=suite,
+        lengths=[_length_prediction(lengths[k], speedups[k], costs) for k in sorted(lengths)],
+        best_num_draft_tokens=best.num_draft_tokens,
+        best_speedup=best.speedup,
+        mean_acceptance=None if at_shown is None else equivalent_rate(at_shown),
+        decomposition=[] if at_shown is None else _decompose(at_shown, costs),
+        what_if=what_if(lengths, costs),
+        measured_num_draft_tokens=None if speed is None else shown,
+        predicted_at_measured=predicted,
+        deviation=deviation(predicted, known) if predicted and known else None,
+    )
+
+
+def decoded_lengths(decoded: AcceptanceResult) -> list[ReplayedLength]:
+    """Acceptance at every shorter draft length, from a decode at a long one.
+
+    For drafters that cannot be replayed. Slightly high for short drafts' positions, slightly low
+    for their starts: rounds of another length start elsewhere.
+    """
+    lengths = []
+    for k in range(1, decoded.num_draft_tokens + 1):
+        kept = [value.value or 0.0 for value in decoded.acceptance_by_position[:k]]
+        lengths.append(
+            ReplayedLength(
+                num_draft_tokens=k,
+                num_rounds=decoded.num_rounds,
+                num_accepted=round(decoded.num_rounds * sum(kept)),
+                acceptance_length=Interval(expected_acceptance_length(kept)),
+                rounds_by_drafted={k: decoded.num_rounds},
+            )
+        )
+    return lengths
+
+
+def speedups_by_length(lengths: Lengths, costs: RoundCosts) -> dict[int, float]:
+    """{num_draft_tokens: predicted decode speedup}."""
+    return {
+        k: predicted_speedup(_value(length), costs, length.rounds_by_drafted)
+        for k, length in lengths.items()
+    }
+
+
+def what_if(lengths: Lengths, costs: RoundCosts) -> list[Step]:
+    """The best predicted speedup as things are, and if one thing changed."""
+    flat = replace(costs, verify=(1.0,) * len(costs.verify))
+    quiet = replace(costs, overhead=min(costs.overhead, costs.plain_overhead))
+    changes: list[tuple[str, float]] = [
+        ("as measured", _best(lengths, costs)),
+        ("half the drafting time", _best(lengths, replace(costs, draft_cost=costs.draft_cost / 2))),
+        ("a fifth fewer rejections", _best(lengths, costs, fewer_rejections(lengths))),
+        ("verification at the cost of one token", _best(lengths, flat)),
+        ("nothing spent outside model passes", _best(lengths, quiet)),
+        ("a perfect drafter at this cost", _best_perfect(lengths, costs)),
+    ]
+    return [Step(name, speedup) for name, speedup in changes]
+
+
+def fewer_rejections(lengths: Lengths) -> Callable[[ReplayedLength], float]:
+    """Acceptance length at each K if every conditional acceptance lost a fifth of its gap to 1.
+
+    The conditional rates are those of successive lengths: P(k kept) = L(k) - L(k - 1).
+    """
+    survival = [1.0]
+    improved = [1.0]
+    for k in sorted(lengths):
+        before = _value(lengths[k - 1]) if k - 1 in lengths else 1.0
+        survival.append(max(_value(lengths[k]) - before, 0.0))
+        rate = survival[-1] / survival[-2] if survival[-2] > 0 else 0.0
+        rate = min(rate, 1.0)
+        improved.append(improved[-1] * (rate + FEWER_REJECTIONS * (1.0 - rate)))
+    return lambda length: expected_acceptance_length(improved[1 : length.num_draft_tokens + 1])
+
+
+def equivalent_rate(length: ReplayedLength) -> float | None:
+    """The constant acceptance that gives this length; None for drafters that often do not draft."""
+    rounds = sum(length.rounds_by_drafted.values())
+    full = length.rounds_by_drafted.get(length.num_draft_tokens, 0)
+    if rounds == 0 or full < MOSTLY_FULL * rounds:
+        return None
+    return constant_rate_of(_value(length), length.num_draft_tokens)
+
+
+def _value(length: ReplayedLength) -> float:
+    assert length.acceptance_length.value is not None, "a replay holds at least one round"
+    return length.acceptance_length.value
+
+
+def _best(
+    lengths: Lengths, costs: RoundCosts, value: Callable[[ReplayedLength], float] = _value
+) -> float:
+    speedups = {
+        k: predicted_speedup(value(length), costs, length.rounds_by_drafted)
+        for k, length in lengths.items()
+    }
+    return best_length(speedups).speedup
+
+
+def _best_perfect(lengths: Lengths, costs: RoundCosts) -> float:
+    speedups = {k: predicted_speedup(k + 1.0, costs, {k: 1}) for k in lengths}
+    return best_length(speedups).speedup
+
+
+def _decompose(length: ReplayedLength, costs: RoundCosts) -> list[Step]:
+    return decomposition(_value(length), costs, length.rounds_by_drafted)
+
+
+def _length_prediction(
+    length: ReplayedLength, speedup: float, costs: RoundCosts
+) -> LengthPrediction:
+    return LengthPrediction(
+        num_draft_tokens=length.num_draft_tokens,
+        acceptance_length=_value(length),
+        speedup=speedup,
+        break_even_acceptance=break_even_acceptance(costs, length.num_draft_tokens),
+    )

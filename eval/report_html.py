@@ -1,0 +1,411 @@
+"""report.html: one self-contained page, verdict first; no network, light and dark, phone or desk.
+
+Plots are SVG (charts.py), tables come from report_tables.py, the page's frame, style and the
+script of the trace viewer lie in templates/.
+"""
+
+import itertools
+import json
+from html import escape
+from importlib.resources import files
+
+from eval.charts import Axes, Bar, Point, Series, bar_list, line_chart
+from eval.intervals import Interval
+from eval.report_tables import (
+    Cell,
+    Table,
+    acceptance_table,
+    baseline_table,
+    cost_table,
+    definition_table,
+    exactness_table,
+    facts_table,
+    interval,
+    length_table,
+    number,
+    replay_table,
+    speed_table,
+)
+from eval.results import AcceptanceResult, Prediction, Results, SpeedResult, Verdict
+from eval.trace import Trace, WeakPrefix
+
+TIMES = "\u00d7"  # the multiplication sign
+MAX_WEAK_PREFIXES = 12  # rows of the table; all of them are in failures.jsonl
+MAX_SERIES = 4  # lines that stay readable in one plot
+
+
+def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -> str:
+    """The whole page as text."""
+    sections = [
+        _header(results),
+        _section(
+            "Does it pay?",
+            "Time per token against the fastest plain decoding of the same target.",
+            _table(speed_table(results)) + _speed_plots(results),
+        ),
+        _section(
+            "What eats the gain, and what would help",
+            "The ideal speedup is the number of tokens a round; each cost takes its part of it.",
+            _decomposition_plots(results),
+        ),
+        _section(
+            "How much is accepted",
+            "Greedy and sampled decoding are different questions and are never averaged.",
+            _acceptance(results),
+        ),
+        _section(
+            "Is the output still the target's?",
+            "Greedy texts compared token by token.",
+            _table(exactness_table(results)),
+        ),
+        _section(
+            "Does training see what serving does?",
+            "One pass of the drafter over the target's own outputs, held against decoding.",
+            _table(replay_table(results)),
+        ),
+        _section(
+            "Token by token",
+            "Point at a token for its round and both models' most probable tokens.",
+            _traces(traces),
+        ),
+        _section(
+            "Where it fails",
+            "Where the target and the drafter agree least; failures.jsonl holds them all, as "
+            "prefixes that the next run can train on.",
+            _weak_table(weak),
+        ),
+        _section("Numbers for comparison", "", _comparison(results)),
+    ]
+    body = "\n".join(section for section in sections if section)
+    page = _template("report.html")
+    for name, value in {
+        "title": escape(f"Draftloop: {_title(results)}"),
+        "css": _template("report.css"),
+        "js": _template("report.js"),
+        "traces": _script_json([trace.as_json() for trace in traces]),
+        "body": body,
+    }.items():
+        page = page.replace("{{" + name + "}}", value)
+    return page
+
+
+def main_verdict(results: Results) -> Verdict | None:
+    """The verdict that the page opens with: of the first drafter on the first suite."""
+    if not results.drafters or not results.verdicts:
+        return None
+    name = results.drafters[0].name
+    return next((v for v in results.verdicts if v.drafter == name), results.verdicts[0])
+
+
+def _template(name: str) -> str:
+    return files("eval").joinpath("templates", name).read_text(encoding="utf-8").rstrip("\n")
+
+
+def _title(results: Results) -> str:
+    drafter = results.drafters[0].name if results.drafters else "no drafter"
+    return f"{drafter} for {results.target.name}"
+
+
+def _script_json(value: object) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(value, allow_nan=False).replace("<", "\\u003c")
+
+
+def _section(title: str, lead: str, content: str) -> str:
+    if not content:
+        return ""
+    paragraph = f'<p class="lead">{escape(lead)}</p>' if lead else ""
+    return f"<section><h2>{escape(title)}</h2>{paragraph}{content}</section>"
+
+
+def _header(results: Results) -> str:
+    verdict = main_verdict(results)
+    machine = results.machine.get("processor", "")
+    eyebrow = (
+        f'<p class="eyebrow"><b>Draftloop</b> &middot; {escape(_title(results))} &middot; '
+        f"{escape(machine)} &middot; {escape(results.created[:10])}</p>"
+    )
+    parts = [eyebrow]
+    if verdict is not None:
+        kind = {True: "yes", False: "no", None: "unclear"}[verdict.pays]
+        headline = escape(verdict.headline.replace(" x", TIMES))
+        advice = f"<small>Next: {escape(verdict.next_step)}.</small>" if verdict.next_step else ""
+        parts.append(
+            f'<div class="verdict"><p class="number {kind}">{headline}</p>'
+            f'<h1 class="sentence">{escape(verdict.sentence)}{advice}</h1></div>'
+        )
+    if not results.complete:
+        parts.append(
+            '<ul class="flags"><li class="warning">This evaluation is not complete.</li></ul>'
+        )
+    parts.append(_tiles(results))
+    parts.append(_flags(results))
+    return f"<header>{''.join(parts)}</header>"
+
+
+def _tiles(results: Results) -> str:
+    """The four numbers that a reader looks for first."""
+    if not results.drafters:
+        return ""
+    name = results.drafters[0].name
+    tiles: list[tuple[str, str, str]] = []
+    greedy = next((a for a in results.acceptance if a.drafter == name and a.temperature == 0), None)
+    if greedy is not None:
+        value = interval(greedy.acceptance_length)
+        tiles.append(
+            (
+                "tokens a round",
+                value.text,
+                f"{value.range or 'no interval'}, greedy, {greedy.suite}",
+            )
+        )
+    prediction = next((p for p in results.predictions if p.drafter == name), None)
+    if prediction is not None:
+        best = prediction.best_num_draft_tokens
+        tiles.append(("draft length to use", str(best) if best else "none", "by measured costs"))
+    certificate = next((c for c in results.exactness if c.drafter == name), None)
+    if certificate is not None and certificate.checks:
+        check = certificate.checks[0]
+        same = f"{check.num_identical} of {check.num_prompts}"
+        tiles.append(("texts identical to plain decoding", same, certificate.dtype))
+    speed = next((s for s in results.speed if s.drafter == name), None)
+    if speed is not None and speed.speedup is not None:
+        plain = f"plain decoding {speed.plain_ms_per_token:.1f} ms"
+        tiles.append(("time per token", f"{speed.ms_per_token:.1f} ms", plain))
+    cells = "".join(
+        f'<div><div class="what">{escape(what)}</div><div class="big">{escape(big)}</div>'
+        f'<div class="more">{escape(more)}</div></div>'
+        for what, big, more in tiles
+    )
+    return f'<div class="tiles">{cells}</div>' if cells else ""
+
+
+def _flags(results: Results) -> str:
+    order = {"error": 0, "warning": 1, "note": 2}
+    items = "".join(
+        f'<li class="{flag.level}"><b>{flag.level.capitalize()}:</b> {escape(flag.message)}</li>'
+        for flag in sorted(results.flags, key=lambda flag: order[flag.level])
+    )
+    return f'<ul class="flags">{items}</ul>' if items else ""
+
+
+def _table(table: Table, *, titled: bool = False) -> str:
+    if not table.rows:
+        return ""
+    head = "".join(
+        f"<th{_text_class(table, i)}>{escape(name)}</th>" for i, name in enumerate(table.columns)
+    )
+    rows = "".join(_row(table, index) for index in range(len(table.rows)))
+    title = f"<h3>{escape(table.title)}</h3>" if titled else ""
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    header = f"<thead><tr>{head}</tr></thead>" if any(table.columns) else ""
+    return f'{title}<div class="table"><table>{header}<tbody>{rows}</tbody></table></div>{note}'
+
+
+def _row(table: Table, index: int) -> str:
+    emphasis = ' class="main"' if index in table.main_rows else ""
+    cells = "".join(_cell(table, i, cell) for i, cell in enumerate(table.rows[index]))
+    return f"<tr{emphasis}>{cells}</tr>"
+
+
+def _text_class(table: Table, column: int) -> str:
+    return ' class="text"' if column in table.text_columns else ""
+
+
+def _cell(table: Table, column: int, cell: Cell) -> str:
+    classes = [
+        *(["text"] if column in table.text_columns else []),
+        *(["wide"] if cell.wide else []),
+    ]
+    names = " ".join(classes)
+    attribute = f' class="{names}"' if classes else ""
+    bounds = f'<span class="range">{escape(cell.range)}</span>' if cell.range else ""
+    return f"<td{attribute}>{escape(cell.text)}{bounds}</td>"
+
+
+def _speed_plots(results: Results) -> str:
+    """Speedup against draft length, a plot a suite: lines predicted, dots measured."""
+    plots = []
+    for suite in [suite.name for suite in results.suites]:
+        series = []
+        shown = [p for p in results.predictions if p.suite == suite][:MAX_SERIES]
+        for colour, prediction in enumerate(shown):
+            series += _speed_series(prediction, results.speed, colour)
+        axes = Axes(
+            "draft length (0 = plain decoding)",
+            "speedup",
+            reference=1.0,
+            reference_label="break-even",
+        )
+        plots.append(line_chart(f"Decode speedup by draft length, {suite}", series, axes))
+    return f'<div class="plots">{"".join(plots)}</div>' if any(plots) else ""
+
+
+def _speed_series(prediction: Prediction, speeds: list[SpeedResult], colour: int) -> list[Series]:
+    line = [Point(0, 1.0)] + [
+        Point(length.num_draft_tokens, length.speedup) for length in prediction.lengths
+    ]
+    measured = [
+        _interval_point(
+            s.num_draft_tokens,
+            s.decode_speedup,
+            f"{s.drafter}, {s.num_draft_tokens} drafted: measured",
+        )
+        for s in speeds
+        if (s.drafter, s.suite) == (prediction.drafter, prediction.suite) and s.decode_speedup
+    ]
+    return [
+        Series(f"{prediction.drafter}, predicted", line, colour, marks=False, dashed=True),
+        Series(f"{prediction.drafter}, measured", measured, colour, line=False),
+    ]
+
+
+def _interval_point(x: float, value: Interval, title: str) -> Point:
+    assert value.value is not None
+    bounds = "" if value.low is None else f" ({value.low:.2f} to {value.high:.2f})"
+    return Point(x, value.value, value.low, value.high, f"{title} {value.value:.2f}{bounds}")
+
+
+def _decomposition_plots(results: Results) -> str:
+    main = _main_prediction(results)
+    if main is None or not main.decomposition:
+        return _table(cost_table(results))
+    length = main.measured_num_draft_tokens or main.best_num_draft_tokens
+    steps = main.decomposition
+    bars = [Bar("ideal: tokens a round", 0.0, steps[0].speedup, f"{steps[0].speedup:.2f}{TIMES}")]
+    for before, after in itertools.pairwise(steps):
+        loss = after.speedup - before.speedup
+        low, high = sorted((before.speedup, after.speedup))
+        bars.append(Bar(f"{after.name}", low, high, f"{loss:+.2f}", "loss"))
+    bars.append(Bar("predicted", 0.0, steps[-1].speedup, f"{steps[-1].speedup:.2f}{TIMES}", "s2"))
+    measured = next(
+        (
+            s
+            for s in results.speed
+            if (s.drafter, s.suite, s.num_draft_tokens) == (main.drafter, main.suite, length)
+        ),
+        None,
+    )
+    if measured is not None and measured.decode_speedup and measured.speedup:
+        for name, value in (
+            ("measured, decoding alone", measured.decode_speedup.value),
+            ("measured, with the prefill", measured.speedup.value),
+        ):
+            bars.append(Bar(name, 0.0, value or 0.0, f"{value:.2f}{TIMES}", "s2"))
+    eaten = bar_list(f"From ideal to measured, {length} drafted, {main.suite}", bars, reference=1.0)
+    changes = [
+        Bar(s.name, 0.0, s.speedup, f"{s.speedup:.2f}{TIMES}", "s2" if i == 0 else "s0")
+        for i, s in enumerate(main.what_if)
+    ]
+    helped = bar_list("Predicted speedup at the best draft length, if ...", changes, reference=1.0)
+    plots = f'<div class="plots">{eaten}{helped}</div>'
+    return plots + _table(cost_table(results))
+
+
+def _main_prediction(results: Results) -> Prediction | None:
+    verdict = main_verdict(results)
+    if verdict is None:
+        return None
+    wanted = (verdict.drafter, verdict.suite)
+    return next((p for p in results.predictions if (p.drafter, p.suite) == wanted), None)
+
+
+def _acceptance(results: Results) -> str:
+    plots = []
+    for greedy in (True, False):
+        for suite in [suite.name for suite in results.suites]:
+            chosen = [
+                a
+                for a in results.acceptance
+                if (a.temperature == 0) == greedy and a.suite == suite and a.num_drafted
+            ]
+            plots.append(_position_plot(chosen[:MAX_SERIES], suite))
+    tables = _table(acceptance_table(results, greedy=True), titled=True)
+    tables += _table(acceptance_table(results, greedy=False), titled=True)
+    return tables + (f'<div class="plots">{"".join(plots)}</div>' if any(plots) else "")
+
+
+def _position_plot(chosen: list[AcceptanceResult], suite: str) -> str:
+    if not chosen:
+        return ""
+    series = []
+    for colour, result in enumerate(chosen):
+        offset = 0.06 * (colour - (len(chosen) - 1) / 2)
+        points = [
+            _interval_point(position + offset, value, f"{result.drafter}, position {position}:")
+            for position, value in enumerate(result.acceptance_by_position, start=1)
+            if value.value is not None
+        ]
+        series.append(Series(result.drafter, points, colour))
+    temperature = chosen[0].temperature
+    axes = Axes("position in the draft", "kept", y_max=1.0, percent=True)
+    title = f"Kept drafts by position, {suite}, temperature {temperature:g}"
+    return line_chart(title, series, axes)
+
+
+def _traces(traces: list[Trace]) -> str:
+    if not traces:
+        return ""
+    key = (
+        '<div class="key"><span class="accepted">drafted and kept</span>'
+        '<span class="corrected">corrected by the target</span>'
+        '<span class="bonus">bonus token</span><span>not drafted</span></div>'
+    )
+    blocks = []
+    for index, trace in enumerate(traces):
+        spans = []
+        for i, token in enumerate(trace.tokens):
+            start = " start" if i and token.round != trace.tokens[i - 1].round else ""
+            focus = ' tabindex="0"' if i == 0 else ""
+            spans.append(
+                f'<span class="{token.kind}{start}" data-token="{i}"{focus}>'
+                f"{escape(token.text)}</span>"
+            )
+        asked = f"{escape(trace.suite)}, {escape(trace.prompt_id)}: {escape(trace.prompt)}"
+        summary = f"{trace.num_tokens} tokens in {len(trace.rounds)} rounds"
+        blocks.append(
+            f'<div class="trace" data-trace="{index}"><p class="asked">{asked} &middot; {summary}</p>'
+            f'<div class="tokens">{"".join(spans)}</div></div>'
+        )
+    return key + "".join(blocks)
+
+
+def _weak_table(weak: list[WeakPrefix]) -> str:
+    rows = [
+        [
+            Cell(w.suite),
+            Cell("..." + w.tail, wide=True),
+            Cell(w.target_text),
+            Cell(w.draft_text),
+            number(w.overlap),
+            number(w.target_probability),
+        ]
+        for w in weak[:MAX_WEAK_PREFIXES]
+    ]
+    return _table(
+        Table(
+            "Where it fails",
+            ["prompts", "after", "target says", "drafter says", "overlap", "target's probability"],
+            rows,
+            text_columns=frozenset({0, 1, 2, 3}),
+        )
+    )
+
+
+def _comparison(results: Results) -> str:
+    main = _main_prediction(results)
+    parts = []
+    if main is not None:
+        parts.append(_table(length_table(results, main.drafter, main.suite), titled=True))
+    parts.append(_table(baseline_table(results), titled=True))
+    name = results.drafters[0].name if results.drafters else ""
+    greedy = next((a for a in results.acceptance if a.drafter == name and a.temperature == 0), None)
+    if greedy is not None:
+        parts.append(_table(definition_table(greedy), titled=True))
+    facts = _table(facts_table(results))
+    parts.append(f"<details><summary>Settings, machine and versions</summary>{facts}</details>")
+    parts.append(
+        "<footer>Written by <code>python -m eval</code>. results.json beside this page holds every "
+        "number, with the counts behind it.</footer>"
+    )
+    return "".join(parts)

@@ -1,0 +1,53 @@
+"""report.md: the verdict and the tables, for terminals, pull requests and drafter cards."""
+
+from eval.report_html import main_verdict
+from eval.report_tables import (
+    Table,
+    acceptance_table,
+    cost_table,
+    exactness_table,
+    facts_table,
+    length_table,
+    replay_table,
+    speed_table,
+    texts,
+)
+from eval.results import Results
+
+
+def render_markdown(results: Results) -> str:
+    """The whole report as Markdown."""
+    verdict = main_verdict(results)
+    lines = [f"# Evaluation of {', '.join(d.name for d in results.drafters)}", ""]
+    if verdict is not None:
+        lines += [f"**{verdict.sentence}**", ""]
+        if verdict.next_step:
+            lines += [f"Next: {verdict.next_step}.", ""]
+    for flag in results.flags:
+        lines += [f"- {flag.level}: {flag.message}"]
+    lines += [""] if results.flags else []
+    tables = [
+        speed_table(results),
+        acceptance_table(results, greedy=True),
+        acceptance_table(results, greedy=False),
+        exactness_table(results),
+        replay_table(results),
+        cost_table(results),
+    ]
+    if verdict is not None:
+        tables.append(length_table(results, verdict.drafter, verdict.suite))
+    tables.append(facts_table(results))
+    return "\n".join([*lines, *(markdown_table(table) for table in tables if table.rows)])
+
+
+def markdown_table(table: Table) -> str:
+    """A GitHub-flavoured table with its heading and note."""
+    aligned = [":--" if i in table.text_columns else "--:" for i, _ in enumerate(table.columns)]
+    rows = [table.columns, aligned, *(texts(row) for row in table.rows)]
+    body = "\n".join("| " + " | ".join(_escaped(cell) for cell in row) + " |" for row in rows)
+    note = f"\n{table.note}\n" if table.note else ""
+    return f"## {table.title}\n\n{body}\n{note}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

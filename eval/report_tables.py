@@ -1,0 +1,360 @@
+"""The tables of an evaluation, once, for report.html, report.md and the terminal."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from eval.definitions import other_numbers
+from eval.intervals import Interval
+from eval.results import AcceptanceResult, Certificate, IdentityCheck, Results, SpeedResult
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value as text; `range` is its interval, shown smaller. wide: may wrap over lines."""
+
+    text: str
+    range: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows; `text_columns` are aligned left; rows in `main_rows` are set in bold."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[Cell]]
+    note: str = ""
+    text_columns: frozenset[int] = frozenset({0})
+    main_rows: frozenset[int] = field(default_factory=frozenset)
+
+
+def number(value: float | None, digits: int = 2, suffix: str = "") -> Cell:
+    """A number, or n/a where it is not defined."""
+    return Cell("n/a" if value is None else f"{value:.{digits}f}{suffix}")
+
+
+def share(value: float | None) -> Cell:
+    """A share as a percentage with one digit."""
+    return Cell("n/a" if value is None else f"{value:.1%}")
+
+
+def interval(value: Interval | None, digits: int = 2, suffix: str = "") -> Cell:
+    """A value and its 95 % interval."""
+    if value is None or value.value is None:
+        return Cell("n/a")
+    if value.low is None or value.high is None:
+        return number(value.value, digits, suffix)
+    bounds = f"{value.low:.{digits}f} to {value.high:.{digits}f}"
+    return Cell(f"{value.value:.{digits}f}{suffix}", bounds)
+
+
+def speed_table(results: Results) -> Table:
+    """Measured speedups, the answer to the question on the page."""
+    main = results.drafters[0].name if results.drafters else ""
+    rows = [_speed_row(speed) for speed in results.speed]
+    return Table(
+        "Speed",
+        [
+            "drafter",
+            "prompts",
+            "speedup",
+            "draft length",
+            "tokens a round",
+            "ms a token",
+            "plain",
+            "tokens/s",
+            "first token, ms",
+        ],
+        rows,
+        note=(
+            "Speedup is plain seconds over speculative seconds a token, prefill included, on the "
+            "same prompts at batch size 1: medians of interleaved repeats, 95 % intervals from a "
+            "bootstrap over prompts. Greedy decoding."
+        ),
+        text_columns=frozenset({0, 1}),
+        main_rows=frozenset(i for i, s in enumerate(results.speed) if s.drafter == main),
+    )
+
+
+def _speed_row(speed: SpeedResult) -> list[Cell]:
+    withheld = speed.speedup is None
+    return [
+        Cell(speed.drafter),
+        Cell(speed.suite),
+        Cell("withheld") if withheld else interval(speed.speedup),
+        Cell(str(speed.num_draft_tokens)),
+        number(speed.acceptance_length),
+        Cell("withheld") if withheld else number(speed.ms_per_token, 1),
+        number(speed.plain_ms_per_token, 1),
+        Cell("withheld") if withheld else number(speed.tokens_per_s, 1),
+        number(speed.first_token_ms, 0),
+    ]
+
+
+def acceptance_table(results: Results, *, greedy: bool) -> Table:
+    """Acceptance at temperature 0, or at the sampling temperature; the two are never mixed."""
+    chosen = [a for a in results.acceptance if (a.temperature == 0) == greedy]
+    temperature = "0" if greedy else f"{chosen[0].temperature:g}" if chosen else "1"
+    rows = [
+        [
+            Cell(a.drafter),
+            Cell(a.suite),
+            interval(a.acceptance_length),
+            Cell(str(a.num_draft_tokens)),
+            interval(a.acceptance_rate),
+            interval(a.acceptance_by_position[0]) if a.acceptance_by_position else Cell("n/a"),
+            interval(a.macro_acceptance_length),
+            Cell(f"{a.num_looping} of {a.num_prompts}"),
+        ]
+        for a in chosen
+    ]
+    return Table(
+        f"Acceptance at temperature {temperature}",
+        [
+            "drafter",
+            "prompts",
+            "acceptance length",
+            "draft length",
+            "acceptance rate",
+            "position 1",
+            "mean of prompts",
+            "looping",
+        ],
+        rows,
+        note=(
+            "Acceptance length: tokens a target pass, recovered or bonus token included, prefill "
+            "excluded. Acceptance rate: accepted / drafted. Position 1: rounds whose first draft "
+            "was kept / all rounds. Looping: answers that repeat themselves, which inflates "
+            "acceptance."
+        ),
+        text_columns=frozenset({0, 1}),
+    )
+
+
+def exactness_table(results: Results) -> Table:
+    """The certificate, one row a check."""
+    rows = []
+    for certificate in results.exactness:
+        for check in certificate.checks:
+            rows.append(_check_row(certificate, check))
+        if certificate.self_draft_acceptance is not None:
+            rows.append(
+                [
+                    Cell(certificate.drafter),
+                    Cell("the target as its own drafter: acceptance rate", wide=True),
+                    share(certificate.self_draft_acceptance),
+                    Cell("98 % or more"),
+                ]
+            )
+    return Table(
+        "Exactness",
+        ["drafter", "check", "identical", "first difference"],
+        rows,
+        text_columns=frozenset({0, 1, 3}),
+    )
+
+
+def _check_row(certificate: Certificate, check: IdentityCheck) -> list[Cell]:
+    first = check.divergences[0] if check.divergences else None
+    where = "none"
+    if first is not None:
+        gap = "" if first.top_two_gap is None else f", top-two gap {first.top_two_gap:.2g}"
+        where = f"{first.prompt_id}, token {first.position}: {first.kind}{gap}"
+    return [
+        Cell(certificate.drafter),
+        Cell(check.name, wide=True),
+        Cell(f"{check.num_identical} of {check.num_prompts}"),
+        Cell(where, wide=first is not None),
+    ]
+
+
+def replay_table(results: Results) -> Table:
+    """Teacher-forced agreement against what decoding measures."""
+    rows = [
+        [
+            Cell(r.drafter),
+            Cell(r.suite),
+            interval(r.agreement),
+            interval(r.overlap),
+            interval(r.round_start_agreement),
+            interval(r.decoded_first_acceptance),
+            Cell({True: "yes", False: "NO", None: "n/a"}[r.agrees]),
+            Cell("yes" if r.exact else "NO"),
+        ]
+        for r in results.replay
+    ]
+    return Table(
+        "Training's view against decoding",
+        [
+            "drafter",
+            "prompts",
+            "agreement",
+            "overlap",
+            "at round starts",
+            "decoded position 1",
+            "agree",
+            "equal counts",
+        ],
+        rows,
+        note=(
+            "Agreement: share of the target's own tokens that the drafter would have proposed, all "
+            "positions. Overlap: mean of sum(min(target, draft)) at temperature 1. At round starts: "
+            "agreement where rounds begin, which is harder than the average position; it must match "
+            "the decoded acceptance at position 1, and every count of the replay must equal the "
+            "decoder's."
+        ),
+        text_columns=frozenset({0, 1}),
+    )
+
+
+def length_table(results: Results, drafter: str, suite: str) -> Table:
+    """Predicted speedup by draft length, beside what was measured."""
+    prediction = next(
+        (p for p in results.predictions if (p.drafter, p.suite) == (drafter, suite)), None
+    )
+    measured = {
+        s.num_draft_tokens: s for s in results.speed if (s.drafter, s.suite) == (drafter, suite)
+    }
+    rows = []
+    for length in prediction.lengths if prediction else []:
+        speed = measured.get(length.num_draft_tokens)
+        rows.append(
+            [
+                Cell(str(length.num_draft_tokens)),
+                number(length.acceptance_length),
+                number(length.speedup),
+                interval(speed.decode_speedup) if speed else Cell(""),
+                number(length.break_even_acceptance),
+            ]
+        )
+    return Table(
+        f"Draft length: {drafter} on {suite}",
+        ["draft length", "acceptance length", "predicted", "measured", "break-even acceptance"],
+        rows,
+        note="Speedups of decoding alone, prefill excluded.",
+        main_rows=frozenset(
+            i
+            for i, length in enumerate(prediction.lengths if prediction else [])
+            if prediction and length.num_draft_tokens == prediction.best_num_draft_tokens
+        ),
+    )
+
+
+def cost_table(results: Results) -> Table:
+    """Measured costs in passes of the target over one token."""
+    longest = max((c.costs.max_draft_tokens for c in results.costs), default=0)
+    shown = [k for k in (1, 2, 3, 5, 8) if k <= longest]
+    rows = [
+        [
+            Cell(c.drafter),
+            number(1000 * c.costs.target_s, 1),
+            number(c.costs.draft_cost, 3),
+            *(number(c.costs.verify[k]) for k in shown),
+            number(c.costs.overhead, 3),
+            number(c.costs.plain_overhead, 3),
+        ]
+        for c in results.costs
+    ]
+    return Table(
+        "Costs",
+        [
+            "drafter",
+            "target pass, ms",
+            "draft cost c",
+            *(f"v({k})" for k in shown),
+            "overhead o",
+            "plain overhead",
+        ],
+        rows,
+        note=(
+            "In passes of the target over one token. v(K): a pass over K + 1 tokens. c: one more "
+            "drafted token. o: what a round spends outside these passes."
+        ),
+    )
+
+
+def definition_table(result: AcceptanceResult) -> Table:
+    """One result under other programs' definitions."""
+    rows = [
+        [Cell(o.program), Cell(o.name), Cell(o.how, wide=True), number(o.value, 3)]
+        for o in other_numbers(result)
+    ]
+    return Table(
+        f"As other programs would print it: {result.drafter} on {result.suite}",
+        ["program", "name", "definition", "value"],
+        rows,
+        text_columns=frozenset({0, 1, 2}),
+    )
+
+
+def baseline_table(results: Results) -> Table:
+    """Ways to decode the target without a drafter; the fastest is the baseline."""
+    rows = [
+        [Cell(b.name), number(b.tokens_per_s, 1), Cell("baseline" if b.used else "")]
+        for b in results.baselines
+    ]
+    return Table("Plain decoding", ["decoder", "tokens/s", ""], rows)
+
+
+def facts_table(results: Results) -> Table:
+    """What was measured on what."""
+    target = results.target
+    facts: list[tuple[str, str]] = [
+        ("target", target.name),
+        ("revision", target.revision or "n/a"),
+        ("fingerprint", target.fingerprint),
+        ("engine, dtype", f"{target.engine}, {target.dtype}"),
+        *((f"drafter {d.name}", _drafter_fact(d.kind, d.folder)) for d in results.drafters),
+        *(
+            (f"prompts {s.name}", f"{s.num_prompts}, {s.mean_prompt_tokens:.0f} tokens each")
+            for s in results.suites
+        ),
+        *results.machine.items(),
+        *((name, str(value)) for name, value in results.settings.items()),
+    ]
+    rows = [[Cell(name), Cell(value, wide=True)] for name, value in facts]
+    return Table("Settings", ["", ""], rows, text_columns=frozenset({0, 1}))
+
+
+def _drafter_fact(kind: str, folder: str | None) -> str:
+    return kind if folder is None else f"{kind}, {folder}"
+
+
+def summary_table(results: Results) -> Table:
+    """A row a drafter and suite: what a terminal shows at the end of a run."""
+    lengths = {
+        (a.drafter, a.suite): a.acceptance_length for a in results.acceptance if a.temperature == 0
+    }
+    passed = {c.drafter: c.passed for c in results.exactness}
+    rows = [
+        [
+            Cell(s.drafter),
+            Cell(s.suite),
+            Cell("yes" if passed.get(s.drafter, False) else "NO"),
+            interval(lengths.get((s.drafter, s.suite))),
+            Cell(str(s.num_draft_tokens)),
+            Cell("withheld") if s.speedup is None else interval(s.speedup, suffix=" x"),
+        ]
+        for s in _recommended(results)
+    ]
+    return Table(
+        "Result",
+        ["drafter", "prompts", "exact", "acceptance length", "draft length", "speedup"],
+        rows,
+        text_columns=frozenset({0, 1}),
+        main_rows=frozenset({0}),
+    )
+
+
+def _recommended(results: Results) -> list[SpeedResult]:
+    """The measured speed at the draft length that the verdict speaks of, a row a drafter/suite."""
+    best: dict[tuple[str, str], SpeedResult] = {}
+    for speed in results.speed:
+        best.setdefault((speed.drafter, speed.suite), speed)
+    return list(best.values())
+
+
+def texts(cells: Iterable[Cell]) -> list[str]:
+    """Cells as plain text, the interval in parentheses."""
+    return [f"{c.text} ({c.range})" if c.range else c.text for c in cells]

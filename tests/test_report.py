@@ -1,0 +1,239 @@
+"""The report: one self-contained page, a Markdown twin, and JSON without NaN."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from eval.cost_model import RoundCosts
+from eval.intervals import Interval
+from eval.prediction import predict
+from eval.report import write_report
+from eval.results import (
+    AcceptanceResult,
+    BaselineCandidate,
+    Certificate,
+    CostResult,
+    DrafterFacts,
+    Flag,
+    IdentityCheck,
+    ReplayedLength,
+    ReplayResult,
+    Results,
+    SpeedResult,
+    SuiteFacts,
+    TargetFacts,
+)
+from eval.trace import Trace, TraceRound, TraceToken, WeakPrefix
+from eval.verdict import judge
+
+
+def acceptance(
+    drafter: str, suite: str, temperature: float, rates: list[float]
+) -> AcceptanceResult:
+    rounds = 400
+    accepted = [int(rounds * rate) for rate in rates]
+    return AcceptanceResult(
+        drafter=drafter,
+        suite=suite,
+        temperature=temperature,
+        num_draft_tokens=len(rates),
+        num_prompts=24,
+        num_looping=1,
+        num_rounds=rounds,
+        num_drafted=rounds * len(rates),
+        num_accepted=sum(accepted),
+        num_tokens=rounds + sum(accepted) + 24,
+        acceptance_rate=Interval(sum(rates) / len(rates), 0.3, 0.4),
+        acceptance_length=Interval(1 + sum(rates), 0.95 + sum(rates), 1.05 + sum(rates)),
+        macro_acceptance_rate=Interval(sum(rates) / len(rates), 0.3, 0.4),
+        macro_acceptance_length=Interval(1 + sum(rates), 0.95 + sum(rates), 1.05 + sum(rates)),
+        acceptance_by_position=[Interval(r, 0.93 * r, 1.07 * r) for r in rates],
+        conditional_acceptance_by_position=[Interval(r, 0.93 * r, 1.07 * r) for r in rates],
+        seconds=4.0,
+        prompts=[],
+    )
+
+
+def replay(drafter: str, suite: str, rate: float) -> ReplayResult:
+    lengths = []
+    for k in range(1, 9):
+        value = 1 + sum(rate**i for i in range(1, k + 1))
+        lengths.append(
+            ReplayedLength(
+                num_draft_tokens=k,
+                num_rounds=400,
+                num_accepted=int(400 * (value - 1)),
+                acceptance_length=Interval(value, value - 0.1, value + 0.1),
+                rounds_by_drafted={k: 400},
+            )
+        )
+    return ReplayResult(
+        drafter=drafter,
+        suite=suite,
+        num_draft_tokens=3,
+        num_positions=2000,
+        agreement=Interval(rate + 0.05, rate, rate + 0.1),
+        overlap=Interval(rate - 0.05, rate - 0.1, rate),
+        round_start_agreement=Interval(rate, rate - 0.05, rate + 0.05),
+        decoded_first_acceptance=Interval(rate, rate - 0.05, rate + 0.05),
+        agrees=True,
+        exact=True,
+        lengths=lengths,
+    )
+
+
+def speed(drafter: str, suite: str, k: int, value: float) -> SpeedResult:
+    return SpeedResult(
+        drafter=drafter,
+        suite=suite,
+        num_draft_tokens=k,
+        num_prompts=6,
+        num_repeats=3,
+        num_tokens=570,
+        plain_s=14.0,
+        speculative_s=14.0 / value,
+        plain_prefill_s=1.0,
+        prefill_s=1.0,
+        plain_tokens_per_s=40.7,
+        tokens_per_s=40.7 * value,
+        plain_ms_per_token=24.6,
+        ms_per_token=24.6 / value,
+        plain_first_token_ms=160.0,
+        first_token_ms=164.0,
+        speedup=Interval(value, value - 0.07, value + 0.06),
+        decode_speedup=Interval(value + 0.02, value - 0.06, value + 0.09),
+        mean_prompt_speedup=value + 0.01,
+        repeat_speedups=[value - 0.01, value, value + 0.01],
+        acceptance_length=1.9,
+    )
+
+
+COSTS = RoundCosts(
+    target_s=0.0236,
+    verify=(1.0, 1.04, 1.08, 1.12, 1.16, 1.2, 1.24, 1.28, 1.31),
+    draft_cost=0.11,
+    overhead=0.06,
+    plain_overhead=0.04,
+)
+
+
+def a_trace() -> Trace:
+    words = "The square root of 16 is 4 , because 4 times 4 equals 16 .".split()
+    kinds = ["first", "accepted", "accepted", "corrected", "bonus"]
+    tokens = [
+        TraceToken(
+            f" {word}" if i else word,
+            kinds[i % 5],
+            i // 3,
+            [(word, 0.81), ("</script>", 0.1)],
+            [("a", 0.4), (word, 0.3)],
+        )
+        for i, word in enumerate(words * 4)
+    ]
+    rounds = [TraceRound(3, i % 4, 0.0071, 0.0264, 0.0011) for i in range(22)]
+    return Trace(
+        drafter="distilled",
+        suite="held_out",
+        prompt_id="squad/17",
+        prompt="What is the square root of 16 & why <b>?",
+        tokens=tokens,
+        rounds=rounds,
+    )
+
+
+def a_weak_prefix() -> WeakPrefix:
+    return WeakPrefix(
+        drafter="distilled",
+        suite="held_out",
+        prompt_id="squad/17",
+        position=12,
+        token_ids=[5, 6, 7],
+        tail="the Treaty of Versailles was signed in",
+        target_token_id=3,
+        target_text=" June",
+        draft_token_id=4,
+        draft_text=" 1",
+        target_probability=0.62,
+        overlap=0.07,
+    )
+
+
+def sample_results() -> Results:
+    names, suites = ["distilled", "lookup"], ["held_out", "mt_bench"]
+    rates = {"distilled": [0.62, 0.38, 0.22], "lookup": [0.21, 0.15, 0.11]}
+    speeds = {"distilled": (3, 1.31), "lookup": (4, 1.05)}
+    results = Results(
+        created="2026-11-29T20:30:00+00:00",
+        complete=True,
+        target=TargetFacts(
+            name="smollm2-135m-instruct",
+            revision=None,
+            fingerprint="f00d",
+            engine="native",
+            dtype="float32",
+            num_layers=30,
+            hidden_size=576,
+            vocab_size=49152,
+        ),
+        machine={"processor": "AMD EPYC, 2 cores"},
+        settings={"max_new_tokens": 96, "num_draft_tokens": 3},
+        suites=[
+            SuiteFacts(
+                name=s,
+                num_prompts=24,
+                num_too_long=0,
+                mean_prompt_tokens=71.0,
+                categories={"qa": 24},
+            )
+            for s in suites
+        ],
+        drafters=[
+            DrafterFacts(name=n, kind="causal_lm", folder=None, free=n == "lookup") for n in names
+        ],
+        flags=[Flag("warning", "noise", "repeats of plain decoding differ by 12 %")],
+        baselines=[
+            BaselineCandidate(name="native", tokens_per_s=40.7, used=True),
+            BaselineCandidate(name="transformers eager", tokens_per_s=23.1, used=False),
+        ],
+    )
+    for name in names:
+        check = IdentityCheck(
+            name="speculative against plain decoding",
+            num_prompts=48,
+            num_identical=48,
+            num_tokens=4500,
+            tolerance=0.0,
+            divergences=[],
+        )
+        certificate = Certificate(
+            drafter=name,
+            engine="native",
+            dtype="float32",
+            checks=[check],
+            self_draft_acceptance=1.0,
+            passed=True,
+            summary="48 of 48 texts identical",
+        )
+        results.exactness.append(certificate)
+        cost = CostResult(
+            drafter=name,
+            context_tokens=128,
+            verify_s=[0.0236],
+            draft_token_s=0.0026,
+            draft_start_s=0.0001,
+            outside_s=0.0014,
+            costs=COSTS,
+        )
+        results.costs.append(cost)
+        for suite in suites:
+            for temperature in (0.0, 1.0):
+                results.acceptance.append(acceptance(name, suite, temperature, rates[name]))
+            measured = speed(name, suite, *speeds[name])
+            replayed = replay(name, suite, rates[name][0])
+            prediction = predict(name, suite, replayed.lengths, cost, measured)
+            results.speed.append(measured)
+            results.replay.append(replayed)
+            results.predictions.append(prediction)
+            results.verdicts.append(judge(certificate, measured, prediction, cost))
+    return results
