@@ -152,6 +152,7 @@ class Sampler:
         histories: Sequence[Sequence[int]] | None,
     ) -> Tensor:
         """Real-vocabulary logits in float32 after every setting but the warpers: [N, V]."""
+        assert len(rows) == len(logits), "one batch row is needed for each position"
         scores = logits[:, : self.vocab_size].float()
         if not self._has_processors:
             return scores
