@@ -23,10 +23,10 @@ import torch  # noqa: F401  loads torch's OpenMP runtime, which must come before
 
 _log = logging.getLogger(__name__)
 
-_SOURCES = ("simd.h", "kernels.h", "decoder.cpp")
+_SOURCES = ("simd.h", "team.h", "kernels.h", "decoder.cpp")
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
-    "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-fopenmp",
+    "-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fopenmp",
     # The compiler must not fuse a * b + c of its own accord: where it does would differ between
     # two copies of one loop, and with it the last bit. The kernels ask for fusion by name.
     "-ffp-contract=off",

@@ -10,8 +10,6 @@
 //        values [layers, batch, KV, Ep / 16, capacity, 16]  16 neighbouring dimensions side by side
 // Both are panels as in kernels.h, so scores and weighted sums are matrix products as well.
 
-#include <omp.h>
-
 #include <vector>
 
 #include "kernels.h"
@@ -74,6 +72,7 @@ struct QueryBlock {
 constexpr int64_t MAX_SEGMENT_TOKENS = 512;
 // Query rows (tokens times heads) of one attention task: a few tiles, so keys are read rarely.
 constexpr int64_t ATTENTION_ROWS = 24;
+constexpr int64_t MAX_TOKENS_NORMALISED_ALONE = 8;
 
 // The activations of one segment. Kept by each calling thread: no page faults from call to call.
 struct Buffers {
@@ -90,8 +89,9 @@ class Segment {
             const std::vector<Token>& tokens, Buffers& buffers);
 
     void run() {
-#pragma omp parallel num_threads(int(request.threads))
-        model.is_bfloat16 ? run_in_team<BFloat16>() : run_in_team<float>();
+        Team::run(request.threads, [this](Team& team) {
+            model.is_bfloat16 ? run_in_team<BFloat16>(team) : run_in_team<float>(team);
+        });
     }
 
   private:
@@ -105,14 +105,14 @@ class Segment {
     int64_t num_tokens, hidden_stride, head_stride, qkv_stride, attended_stride, gated_stride;
     int64_t heads_per_task, scores_stride, scratch_size;
 
-    template <class Weight> void run_in_team();
-    template <class Weight> void embed();
-    template <class Weight> void run_layer(int64_t index);
-    template <class Weight> void add_product(const Linear& linear, const std::vector<float>& x, int64_t stride);
-    template <class Weight> void run_head();
+    template <class Weight> void run_in_team(Team& team);
+    template <class Weight> void embed(Team& team);
+    template <class Weight> void run_layer(Team& team, int64_t index);
+    template <class Weight> void add_product(Team& team, const Linear& linear, const std::vector<float>& x, int64_t stride);
+    template <class Weight> void run_head(Team& team);
     void compute_angles(int64_t t);
-    void normalise(const float* weight);
-    void write_hidden(int64_t k, const std::vector<float>& x);
+    const float* normalise(Team& team, const float* weight);
+    void write_hidden(Team& team, int64_t k, const float* x);
     void place_head(const Layer& layer, int64_t layer_index, int64_t t, int64_t head);
     void rotate(int64_t t, float* head) const;
     void attend(int64_t layer_index, int64_t window, const QueryBlock& block, int64_t first_head, float* scores);
@@ -154,7 +154,8 @@ Segment::Segment(const Model& model, const Cache& cache, const Request& request,
     scratch_size = MAX_TILE_ROWS * (scores_stride + head_stride);
 
     buffers.resize(buffers.residual, num_tokens * hidden_stride);
-    buffers.resize(buffers.normed, num_tokens * hidden_stride);
+    const int64_t copies = num_tokens <= MAX_TOKENS_NORMALISED_ALONE ? request.threads : 1;
+    buffers.resize(buffers.normed, copies * num_tokens * hidden_stride);
     buffers.resize(buffers.qkv, num_tokens * qkv_stride);
     buffers.resize(buffers.attended, num_tokens * attended_stride);
     buffers.resize(buffers.gated, num_tokens * gated_stride);
@@ -164,22 +165,21 @@ Segment::Segment(const Model& model, const Cache& cache, const Request& request,
 }
 
 template <class Weight>
-void Segment::run_in_team() {
-    embed<Weight>();
+void Segment::run_in_team(Team& team) {
+    embed<Weight>(team);
     for (int64_t layer = request.first_layer; layer < request.end_layer; ++layer) {
-        write_hidden(layer, buffers.residual);
-        run_layer<Weight>(layer);
+        write_hidden(team, layer, buffers.residual.data());
+        run_layer<Weight>(team, layer);
     }
-    write_hidden(request.end_layer, buffers.residual);
-    if (!logit_tokens.empty() || request.hidden_out[model.num_layers + 1] != nullptr) run_head<Weight>();
+    write_hidden(team, request.end_layer, buffers.residual.data());
+    if (!logit_tokens.empty() || request.hidden_out[model.num_layers + 1] != nullptr) run_head<Weight>(team);
 }
 
 template <class Weight>
-void Segment::embed() {
+void Segment::embed(Team& team) {
     const auto* embedding = static_cast<const Weight*>(model.embedding);
     const int64_t size = model.hidden_size;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < num_tokens; ++t) {
+    team.share(num_tokens, [&](int64_t t) {
         float* x = &buffers.residual[t * hidden_stride];
         const int64_t index = tokens[t].index;
         if (request.hidden_in != nullptr)
@@ -188,7 +188,7 @@ void Segment::embed() {
             for (int64_t i = 0; i < size; ++i) x[i] = to_float(embedding[request.token_ids[index] * size + i]);
         std::fill(x + size, x + hidden_stride, 0.0f);
         compute_angles(t);
-    }
+    });
 }
 
 // Su et al. 2021, arXiv:2104.09864. The angle is a float product, as in transformers.
@@ -201,25 +201,34 @@ void Segment::compute_angles(int64_t t) {
     }
 }
 
-void Segment::write_hidden(int64_t k, const std::vector<float>& x) {
+void Segment::write_hidden(Team& team, int64_t k, const float* x) {
     float* out = request.hidden_out[k];
     if (out == nullptr) return;
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < num_tokens; ++t)
-        std::copy_n(&x[t * hidden_stride], model.hidden_size, out + tokens[t].index * model.hidden_size);
+    team.share(num_tokens, [&](int64_t t) {
+        std::copy_n(x + t * hidden_stride, model.hidden_size, out + tokens[t].index * model.hidden_size);
+    });
 }
 
-void Segment::normalise(const float* weight) {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < num_tokens; ++t)
+// The residual after RMSNorm. Of few tokens every thread makes its own copy: that costs less than
+// waiting for the others.
+const float* Segment::normalise(Team& team, const float* weight) {
+    const bool alone = num_tokens <= MAX_TOKENS_NORMALISED_ALONE;
+    float* out = buffers.normed.data() + (alone ? omp_get_thread_num() * num_tokens * hidden_stride : 0);
+    const auto normalise_token = [&](int64_t t) {
         rms_norm(&buffers.residual[t * hidden_stride], weight, model.hidden_size, hidden_stride,
-                 model.norm_epsilon, &buffers.normed[t * hidden_stride]);
+                 model.norm_epsilon, out + t * hidden_stride);
+    };
+    if (alone)
+        for (int64_t t = 0; t < num_tokens; ++t) normalise_token(t);
+    else
+        team.share(num_tokens, normalise_token);
+    return out;
 }
 
 // residual += x times the matrix.
 template <class Weight>
-void Segment::add_product(const Linear& linear, const std::vector<float>& x, int64_t stride) {
-    matrix_product<Weight>(linear, x.data(), stride, num_tokens, request.threads, 1,
+void Segment::add_product(Team& team, const Linear& linear, const std::vector<float>& x, int64_t stride) {
+    matrix_product<Weight>(team, linear, x.data(), stride, num_tokens, 1,
                            [this](int64_t row, int64_t first, int64_t count, const float* product) {
         float* sum = &buffers.residual[row * hidden_stride + first];
         for (int64_t i = 0; i < count; ++i) sum[i] += product[i];
@@ -227,33 +236,34 @@ void Segment::add_product(const Linear& linear, const std::vector<float>& x, int
 }
 
 template <class Weight>
-void Segment::run_layer(int64_t index) {
+void Segment::run_layer(Team& team, int64_t index) {
     const Layer& layer = model.layers[index];
-    normalise(layer.norm_attention);
-    matrix_product<Weight>(layer.qkv, buffers.normed.data(), hidden_stride, num_tokens, request.threads, 1,
+    const float* normed = normalise(team, layer.norm_attention);
+    matrix_product<Weight>(team, layer.qkv, normed, hidden_stride, num_tokens, 1,
                            [this](int64_t row, int64_t first, int64_t count, const float* product) {
         std::copy_n(product, count, &buffers.qkv[row * qkv_stride + first]);
     });
 
     const int64_t heads = model.num_heads + 2 * model.num_kv_heads;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < num_tokens * heads; ++i) place_head(layer, index, i / heads, i % heads);
+    team.share(num_tokens, [&](int64_t t) {
+        for (int64_t head = 0; head < heads; ++head) place_head(layer, index, t, head);
+    });
 
     const int64_t tasks_per_block = model.num_heads / heads_per_task;
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t task = 0; task < int64_t(blocks.size()) * tasks_per_block; ++task)
+    team.share(int64_t(blocks.size()) * tasks_per_block, [&](int64_t task) {
         attend(index, layer.window, blocks[task / tasks_per_block], task % tasks_per_block * heads_per_task,
                &buffers.scores[omp_get_thread_num() * scratch_size]);
+    });
 
-    add_product<Weight>(layer.attention_out, buffers.attended, attended_stride);
-    normalise(layer.norm_mlp);
-    matrix_product<Weight>(layer.gate_up, buffers.normed.data(), hidden_stride, num_tokens, request.threads, 2,
+    add_product<Weight>(team, layer.attention_out, buffers.attended, attended_stride);
+    normed = normalise(team, layer.norm_mlp);
+    matrix_product<Weight>(team, layer.gate_up, normed, hidden_stride, num_tokens, 2,
                            [this](int64_t row, int64_t first, int64_t count, const float* product) {
         float* out = &buffers.gated[row * gated_stride + first / 2];
         for (int64_t i = 0; i < count; i += 2 * LANES, out += LANES)
             store(out, gated(load(product + i), load(product + i + LANES)));
     });
-    add_product<Weight>(layer.down, buffers.gated, gated_stride);
+    add_product<Weight>(team, layer.down, buffers.gated, gated_stride);
 }
 
 // Norm and rotation of one head of one token; keys and values go to the cache.
@@ -358,17 +368,20 @@ float Segment::softmax_tree(const Token& token, int64_t window, float* scores, i
 }
 
 template <class Weight>
-void Segment::run_head() {
-    normalise(model.norm_final);
-    write_hidden(model.num_layers + 1, buffers.normed);
+void Segment::run_head(Team& team) {
+    const float* normed = normalise(team, model.norm_final);
+    write_hidden(team, model.num_layers + 1, normed);
     const int64_t count = int64_t(logit_tokens.size());
     if (count == 0) return;
-    // The rows that need logits, moved together (in place: they only move towards the front).
-#pragma omp single
-    for (int64_t i = 0; i < count; ++i)
-        if (logit_tokens[i] != i)
-            std::copy_n(&buffers.normed[logit_tokens[i] * hidden_stride], hidden_stride, &buffers.normed[i * hidden_stride]);
-    matrix_product<Weight>(model.head, buffers.normed.data(), hidden_stride, count, request.threads, 1,
+    // The rows that need logits, side by side; the residual is no longer needed.
+    float* wanted = buffers.residual.data();
+    if (count < num_tokens) {
+        team.share(1, [](int64_t) {});  // every thread has read the residual
+        team.share(count, [&](int64_t i) {
+            std::copy_n(normed + logit_tokens[i] * hidden_stride, hidden_stride, wanted + i * hidden_stride);
+        });
+    }
+    matrix_product<Weight>(team, model.head, count < num_tokens ? wanted : normed, hidden_stride, count, 1,
                            [this](int64_t row, int64_t first, int64_t width, const float* product) {
         const int64_t real = std::min(width, model.num_logits - first);
         std::copy_n(product, std::max<int64_t>(real, 0), tokens[logit_tokens[row]].logits + first);
@@ -443,11 +456,10 @@ void draftloop_logits(const Model* model, const float* hidden, int64_t rows, int
         const int64_t real = std::min(width, model->num_logits - first);
         std::copy_n(product, std::max<int64_t>(real, 0), logits + row * model->num_logits + first);
     };
-#pragma omp parallel num_threads(int(threads))
-    if (model->is_bfloat16)
-        matrix_product<BFloat16>(model->head, hidden, model->hidden_size, rows, threads, 1, done);
-    else
-        matrix_product<float>(model->head, hidden, model->hidden_size, rows, threads, 1, done);
+    Team::run(threads, [&](Team& team) {
+        const auto product = model->is_bfloat16 ? matrix_product<BFloat16, decltype(done)> : matrix_product<float, decltype(done)>;
+        product(team, model->head, hidden, model->hidden_size, rows, 1, done);
+    });
 }
 
 // Runs the request (which wants the last logits), then drafts greedily: drafted [rows, steps].

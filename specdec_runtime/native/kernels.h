@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include "simd.h"
+#include "team.h"
 
 struct Linear {
     const void* weight;  // panels of BFloat16 or float
@@ -146,19 +147,18 @@ void multiply_chunk(const Linear& linear, int64_t first_panel, int64_t panels, c
         }
 }
 
-// x[rows, inputs] times the matrix. Call inside a parallel region; ends with its barrier.
+// x[rows, inputs] times the matrix, by the whole team.
 // done(row, first_output, count, values) receives finished outputs, bias included; first_output and
 // count are multiples of 16 * granule.
 template <class Weight, class Done>
-void matrix_product(const Linear& linear, const float* x, int64_t x_stride, int64_t rows, int64_t threads,
+void matrix_product(Team& team, const Linear& linear, const float* x, int64_t x_stride, int64_t rows,
                     int64_t granule, Done done) {
     const int64_t panels = linear.outputs / LANES, bytes = linear.outputs * linear.inputs * int64_t(sizeof(Weight));
-    const int64_t wanted = round_up(divide_up(bytes, CHUNK_BYTES), threads);
+    const int64_t wanted = round_up(divide_up(bytes, CHUNK_BYTES), omp_get_num_threads());
     const int64_t chunk = round_up(divide_up(panels, wanted), granule);
-    const int64_t num_chunks = divide_up(panels, chunk);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t c = 0; c < num_chunks; ++c)
+    team.share(divide_up(panels, chunk), [&](int64_t c) {
         multiply_chunk<Weight>(linear, c * chunk, std::min(chunk, panels - c * chunk), x, x_stride, rows, granule, done);
+    });
 }
 
 // out = x / sqrt(mean(x^2) + epsilon) * weight. Zhang and Sennrich 2019, arXiv:1910.07467.
