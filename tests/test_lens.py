@@ -15,8 +15,8 @@ def test_a_linear_map_is_found_from_parts() -> None:
     wanted_map = torch.randn(16, 16, generator=generator)
     pairs = [(part, part @ wanted_map) for part in states.split(150)]
     lens = fit_lens(pairs)
-    # The ridge shrinks the map by about its own share of the data's second moment (1 %/400 rows).
-    assert torch.allclose(lens, wanted_map, atol=1e-3)
+    # The ridge shrinks the map by its own share of the data's second moment: 0.1 %.
+    assert torch.allclose(lens, wanted_map, atol=1e-2)
 
 
 def test_the_fit_beats_every_nearby_matrix() -> None:
