@@ -17,10 +17,10 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from distill.assets import SMOLLM2, cache_folder, fetch
-from distill.file_lock import exclusive
 from distill.gguf_tokenizer import gguf_tokenizer
 from distill.gguf_weights import LOADER_KEYS, gguf_model
+from specdec_runtime.assets import SMOLLM2, cache_folder, fetch
+from specdec_runtime.file_lock import exclusive
 
 log = logging.getLogger(__name__)
 

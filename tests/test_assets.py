@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 
-from distill.assets import Asset, cache_folder, fetch, unpack
+from specdec_runtime.assets import Asset, cache_folder, fetch, unpack
 
 CONTENT = b"a model, say\n" * 1000
 ASSET = Asset(

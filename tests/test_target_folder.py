@@ -8,8 +8,8 @@ import torch
 from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from distill.assets import cache_folder
 from distill.target_folder import DEFAULT_TARGET, convert_gguf, resolve_target
+from specdec_runtime.assets import cache_folder
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Merges in the order they were learned; "G" stands for the byte-level space.

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from distill.assets import cache_folder
+from specdec_runtime.assets import cache_folder
 
 NAME = "tiny-random"
 VERSION = 1  # part of the folder's name; another one is made anew

@@ -17,7 +17,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill.file_lock import exclusive
+from specdec_runtime.file_lock import exclusive
 
 log = logging.getLogger(__name__)
 
