@@ -1,0 +1,1 @@
+"""How each kind of drafter is made and trained; one module a kind."""
