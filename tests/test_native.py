@@ -26,11 +26,15 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_fre
                "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
 CONFIGS = {
     "llama": LlamaConfig(**TINY),
-    "llama_biases_tied": LlamaConfig(**TINY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama_biases_tied": LlamaConfig(
+        **TINY, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
     "llama3_rope": LlamaConfig(**TINY, rope_parameters=LLAMA3_ROPE),
     "mistral_window": MistralConfig(**TINY, sliding_window=7),
     "qwen2": Qwen2Config(**TINY),
-    "qwen3_window": Qwen3Config(**TINY, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen3_window": Qwen3Config(
+        **TINY, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
 }
 # float32 against float32; the two differ in the order of their sums. Logits reach about 5.
 TOLERANCE = 5e-5
@@ -60,13 +64,17 @@ def make_native(name="llama", **options):
 
 
 def random_ids(*shape, seed=1):
-    return torch.randint(0, TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def one_by_one(model, ids):
     """[1, S] ids fed a token at a time: the reference of all bit-for-bit tests. Returns [S, V]."""
     cache = model.new_cache(1, ids.shape[1])
-    return torch.cat([model.forward(ids[:, i : i + 1], cache).logits[0] for i in range(ids.shape[1])])
+    return torch.cat(
+        [model.forward(ids[:, i : i + 1], cache).logits[0] for i in range(ids.shape[1])]
+    )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -78,7 +86,9 @@ def test_logits_and_hidden_states_agree_with_transformers(name):
     output = model.forward(ids, model.new_cache(3, 40), hidden_layers=(0, 1, 2, -1))
     torch.testing.assert_close(output.logits, expected.logits, atol=TOLERANCE, rtol=0)
     for k in (0, 1, 2, -1):
-        torch.testing.assert_close(output.hidden[k], expected.hidden_states[k], atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            output.hidden[k], expected.hidden_states[k], atol=TOLERANCE, rtol=0
+        )
     assert torch.equal(model.logits_of(output.hidden[-1]), output.logits)
 
 
@@ -125,7 +135,10 @@ def test_ragged_batches_refilled_rows_and_threads_give_the_same_bits(name):
                 cache.clear([row])
                 fed[row] = [waiting.pop(0), 0]
         rows = [row for row in fed if torch.rand((), generator=generator) < 0.8] or list(fed)
-        counts = [min(int(torch.randint(1, 12, (), generator=generator)), 60 - fed[row][1]) for row in rows]
+        counts = [
+            min(int(torch.randint(1, 12, (), generator=generator)), 60 - fed[row][1])
+            for row in rows
+        ]
         ids = torch.full((len(rows), max(counts)), -1)
         for i, (row, count) in enumerate(zip(rows, counts, strict=True)):
             text, start = fed[row]
@@ -147,7 +160,9 @@ def test_rollback_leaves_no_trace():
     for start in range(0, 30, 3):
         model.forward(wrong[:, : 1 + start % 7], cache)
         cache.truncate([start])
-        assert torch.equal(model.forward(ids[:, start : start + 3], cache).logits[0], expected[start : start + 3])
+        assert torch.equal(
+            model.forward(ids[:, start : start + 3], cache).logits[0], expected[start : start + 3]
+        )
         cache.truncate([start + 100])
         assert cache.lengths.tolist() == [start + 3]
 
@@ -191,7 +206,9 @@ def test_keeping_a_path_of_a_tree_equals_having_fed_it():
     model.forward(torch.cat([prompt, nodes[:, path]], dim=1), expected)
     assert cache.lengths.tolist() == [19, 9 + len(path)]
     for layer in range(3):
-        for kept, fed in zip(cache.keys_values(layer, 1), expected.keys_values(layer, 1), strict=True):
+        for kept, fed in zip(
+            cache.keys_values(layer, 1), expected.keys_values(layer, 1), strict=True
+        ):
             assert torch.equal(kept, fed)
 
 
@@ -213,7 +230,9 @@ def test_last_only_and_no_logits():
     every = model.forward(ids, model.new_cache(3, 8), num_new=counts).logits
     last = model.forward(ids, model.new_cache(3, 8), num_new=counts, last_only=True).logits
     assert torch.equal(last[:, 0], every[torch.arange(3), counts - 1])
-    output = model.forward(ids, model.new_cache(3, 8), num_new=counts, logits=False, hidden_layers=(-1,))
+    output = model.forward(
+        ids, model.new_cache(3, 8), num_new=counts, logits=False, hidden_layers=(-1,)
+    )
     assert output.logits is None
     assert torch.equal(model.logits_of(output.hidden[-1])[0], every[0])
 
@@ -225,7 +244,9 @@ def test_layers_can_run_in_two_parts():
     early = model.forward(ids, cache, layers=(0, 2), hidden_layers=(2,))
     assert early.logits is None
     cache.truncate([0, 0])
-    assert torch.equal(model.forward(ids, cache, layers=(2, 3), hidden_in=early.hidden[2]).logits, expected)
+    assert torch.equal(
+        model.forward(ids, cache, layers=(2, 3), hidden_in=early.hidden[2]).logits, expected
+    )
 
 
 def test_early_head_reads_the_early_hidden_state():
@@ -247,7 +268,11 @@ def test_greedy_chain_drafts_what_single_steps_would(layers):
     for i, count in enumerate(counts):
         single, latest, expected = model.new_cache(1, 32), ids[i : i + 1, :count], []
         for _ in range(8):
-            latest = model.forward(latest, single, layers=layers, early_head=True).logits[:, -1].argmax(-1, keepdim=True)
+            latest = (
+                model.forward(latest, single, layers=layers, early_head=True)
+                .logits[:, -1]
+                .argmax(-1, keepdim=True)
+            )
             expected.append(int(latest))
         assert drafted[i].tolist() == expected
 
@@ -277,7 +302,10 @@ BAD_CALLS = {
     "room for 8": {"token_ids": torch.zeros(1, 9, dtype=torch.int64)},
     "different rows": {"token_ids": torch.zeros(2, 1, dtype=torch.int64), "rows": [0, 0]},
     "num_new": {"token_ids": torch.zeros(1, 2, dtype=torch.int64), "num_new": torch.tensor([3])},
-    "position 5": {"token_ids": torch.zeros(1, 1, dtype=torch.int64), "positions": torch.tensor([[5]])},
+    "position 5": {
+        "token_ids": torch.zeros(1, 1, dtype=torch.int64),
+        "positions": torch.tensor([[5]]),
+    },
     "hidden layer 9": {"token_ids": torch.zeros(1, 1, dtype=torch.int64), "hidden_layers": (9,)},
 }
 
@@ -293,7 +321,9 @@ def test_a_call_that_does_not_fit_is_refused(message):
 
 def test_unsupported_models_are_named():
     assert "gpt2" in NativeModel.supports(GPT2Config())
-    dynamic = LlamaConfig(**TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    dynamic = LlamaConfig(
+        **TINY, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    )
     assert "dynamic" in NativeModel.supports(dynamic)
     assert all(NativeModel.supports(config) is None for config in CONFIGS.values())
 

@@ -1,13 +1,20 @@
 """The structures that Python and decoder.cpp share, field for field, and typed entry points.
 
-Their meaning is documented in decoder.cpp; here only the order and the types. `bind` compares the
-sizes with the compiled ones, so that a forgotten field is an error and not a wild pointer.
+Their meaning is documented in decoder.cpp; here only the order and the types. `decoder` compares
+the sizes with the compiled ones, so that a forgotten field is an error and not a wild pointer.
 """
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int64, c_void_p
+from functools import lru_cache
 
+import torch
 from torch import Tensor
+
+from specdec_runtime.native.build import load_library
+
+Indices = Sequence[int] | Tensor
 
 
 class Linear(ctypes.Structure):
@@ -49,16 +56,27 @@ class Request(ctypes.Structure):
     ]  # fmt: skip
 
 
-def pointer(tensor: Tensor | None) -> int | None:
+def as_int64(values: Indices) -> Tensor:
+    """A contiguous int64 tensor, as decoder.cpp reads all its indices."""
+    tensor = values if isinstance(values, Tensor) else torch.tensor(list(values))
+    return tensor.to(torch.int64).contiguous()
+
+
+def pointer(tensor: Tensor) -> int:
     """Address of a contiguous CPU tensor. The caller keeps the tensor alive."""
-    if tensor is None:
-        return None
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", (tensor.shape, tensor.device)
+    assert tensor.is_contiguous(), tensor.stride()
+    assert tensor.device.type == "cpu", tensor.device
     return tensor.data_ptr()
 
 
-def bind(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Declares the argument types of the entry points."""
+@lru_cache(maxsize=1)
+def decoder() -> ctypes.CDLL:
+    """The compiled decoder with typed entry points; built on the first call if need be.
+
+    Raises:
+        BuildError: it cannot be built here.
+    """
+    library = load_library()
     structures = (Linear, Layer, Model, Cache, Request)
     sizes = (c_int64 * len(structures))()
     library.draftloop_sizes(sizes)

@@ -26,7 +26,12 @@ _log = logging.getLogger(__name__)
 _SOURCES = ("simd.h", "team.h", "kernels.h", "decoder.cpp")
 _COMPILERS = ("g++", "c++", "clang++")
 _FLAGS = (
-    "-O3", "-march=native", "-std=c++20", "-shared", "-fPIC", "-fopenmp",
+    "-O3",
+    "-march=native",
+    "-std=c++20",
+    "-shared",
+    "-fPIC",
+    "-fopenmp",
     # The compiler must not fuse a * b + c of its own accord: where it does would differ between
     # two copies of one loop, and with it the last bit. The kernels ask for fusion by name.
     "-ffp-contract=off",
@@ -61,8 +66,10 @@ def find_compiler() -> str:
     for name in wanted:
         if found := shutil.which(name):
             return found
-    raise BuildError(f"no C++ compiler found (looked for {', '.join(wanted)}); "
-                     "install g++ or point the environment variable CXX at one")
+    raise BuildError(
+        f"no C++ compiler found (looked for {', '.join(wanted)}); "
+        "install g++ or point the environment variable CXX at one"
+    )
 
 
 def cache_folder() -> Path:
@@ -103,6 +110,8 @@ def _compile(compiler: str, path: Path) -> None:
         command = [compiler, *_FLAGS, source, "-o", str(built)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
-            raise BuildError(f"the C++ decoder did not compile. Command:\n  {' '.join(command)}\n"
-                             f"First lines of the compiler's message:\n{result.stderr[:1500]}")
+            raise BuildError(
+                f"the C++ decoder did not compile. Command:\n  {' '.join(command)}\n"
+                f"First lines of the compiler's message:\n{result.stderr[:1500]}"
+            )
         os.replace(built, path)

@@ -4,8 +4,8 @@
 // drafting. Weights are BFloat16 or float; activations, cache and arithmetic are float.
 // What is not: loading, checks of arguments (engine.py does both), other architectures.
 //
-// Shapes: T tokens of one segment, D hidden, H heads, KV key/value heads, E head_dim, Ep = E rounded
-// up to 16. Every head occupies Ep columns of the activations; the columns from E on are 0.
+// Shapes: T tokens of one segment, D hidden, H heads, KV key/value heads, E head_dim, Ep = E
+// rounded up to 16. Every head occupies Ep columns of the activations; the columns from E on are 0.
 // Cache: keys   [layers, batch, KV, capacity / 16, E, 16]   16 neighbouring slots side by side
 //        values [layers, batch, KV, Ep / 16, capacity, 16]  16 neighbouring dimensions side by side
 // Both are panels as in kernels.h, so scores and weighted sums are matrix products as well.
@@ -17,50 +17,51 @@
 namespace {
 
 struct Layer {
-    Linear qkv, attention_out;      // rows of qkv: H query heads, KV key heads, KV value heads
-    Linear gate_up, down;           // rows of gate_up: 16 of gate, 16 of up, alternating
+    Linear qkv, attention_out;  // rows of qkv: H query heads, KV key heads, KV value heads
+    Linear gate_up, down;       // rows of gate_up: 16 of gate, 16 of up, alternating
     const float *norm_attention, *norm_mlp;  // [D rounded up to 16]
     const float *norm_query, *norm_key;      // [Ep] or null
-    int64_t window;                 // a query sees this many positions including its own; 0: all
+    int64_t window;  // a query sees this many positions including its own; 0: all
 };
 
 struct Model {
     const Layer* layers;
     Linear head;
-    const void* embedding;          // [vocabulary, D], plain rows
-    const float* norm_final;        // [D rounded up to 16]
+    const void* embedding;             // [vocabulary, D], plain rows
+    const float* norm_final;           // [D rounded up to 16]
     const float* inverse_frequencies;  // [E / 2]
-    const int64_t* head_token_ids;  // [num_logits]: token of each logit column; null: the column itself
-    int64_t num_layers, hidden_size, mlp_size, num_heads, num_kv_heads, head_dim, num_logits, is_bfloat16;
+    const int64_t* head_token_ids;     // [num_logits]: the token of each logit column
+    int64_t num_layers, hidden_size, mlp_size, num_heads, num_kv_heads, head_dim, num_logits,
+        is_bfloat16;
     float norm_epsilon, attention_scale, rotary_scale;
 };
 
 struct Cache {
     float *keys, *values;
-    int64_t* lengths;               // [batch]
+    int64_t* lengths;  // [batch]
     int64_t batch, capacity;
 };
 
 struct Request {
-    const int64_t* token_ids;       // [rows, width]
-    const int64_t* num_new;         // [rows]
-    const int64_t* cache_rows;      // [rows]
-    const int64_t* positions;       // [rows, width] or null: position = slot
-    const uint8_t* visible;         // [rows, width, width] or null: all earlier tokens
-    const float* hidden_in;         // [rows, width, D] or null: the embedding
-    float* logits;                  // [rows, width or 1, num_logits] or null
-    float* const* hidden_out;       // [num_layers + 2] of [rows, width, D] or null; last: after the norm
+    const int64_t* token_ids;   // [rows, width]
+    const int64_t* num_new;     // [rows]
+    const int64_t* cache_rows;  // [rows]
+    const int64_t* positions;   // [rows, width] or null: position = slot
+    const uint8_t* visible;     // [rows, width, width] or null: all earlier tokens
+    const float* hidden_in;     // [rows, width, D] or null: the embedding
+    float* logits;              // [rows, width or 1, num_logits] or null
+    float* const* hidden_out;  // [num_layers + 2] of [rows, width, D] or null; last: after the norm
     int64_t rows, width, first_layer, end_layer, last_only, threads;
 };
 
 // One new token, where it goes and what it sees.
 struct Token {
     int64_t cache_row, slot, position;
-    int64_t past;                   // slots of this row that were filled before the call
-    int64_t index;                  // row * width + column in the request
-    const uint8_t* visible;         // [width] or null
-    const int64_t* positions;       // [width] or null: of all new tokens of the row
-    float* logits;                  // [num_logits] or null
+    int64_t past;              // slots of this row that were filled before the call
+    int64_t index;             // row * width + column in the request
+    const uint8_t* visible;    // [width] or null
+    const int64_t* positions;  // [width] or null: of all new tokens of the row
+    float* logits;             // [num_logits] or null
 };
 
 // Neighbouring tokens of one row whose attention is computed together.
@@ -105,25 +106,35 @@ class Segment {
     int64_t num_tokens, hidden_stride, head_stride, qkv_stride, attended_stride, gated_stride;
     int64_t heads_per_task, scores_stride, scratch_size;
 
-    template <class Weight> void run_in_team(Team& team);
-    template <class Weight> void embed(Team& team);
-    template <class Weight> void run_layer(Team& team, int64_t index);
-    template <class Weight> void add_product(Team& team, const Linear& linear, const std::vector<float>& x, int64_t stride);
-    template <class Weight> void run_head(Team& team);
+    template <class Weight>
+    void run_in_team(Team& team);
+    template <class Weight>
+    void embed(Team& team);
+    template <class Weight>
+    void run_layer(Team& team, int64_t index);
+    template <class Weight>
+    void add_product(Team& team, const Linear& linear, const std::vector<float>& x, int64_t stride);
+    template <class Weight>
+    void run_head(Team& team);
     void compute_angles(int64_t t);
     const float* normalise(Team& team, const float* weight);
     void write_hidden(Team& team, int64_t k, const float* x);
     void place_head(const Layer& layer, int64_t layer_index, int64_t t, int64_t head);
     void rotate(int64_t t, float* head) const;
-    void attend(int64_t layer_index, int64_t window, const QueryBlock& block, int64_t first_head, float* scores);
+    void attend(int64_t layer_index, int64_t window, const QueryBlock& block, int64_t first_head,
+                float* scores);
     float softmax_tree(const Token& token, int64_t window, float* scores, int64_t origin) const;
 
-    float* query(int64_t t, int64_t head) { return &buffers.qkv[t * qkv_stride + head * head_stride]; }
+    float* query(int64_t t, int64_t head) {
+        return &buffers.qkv[t * qkv_stride + head * head_stride];
+    }
     float* keys(int64_t layer, int64_t row, int64_t kv_head) const {
-        return cache.keys + ((layer * cache.batch + row) * model.num_kv_heads + kv_head) * cache.capacity * model.head_dim;
+        return cache.keys + ((layer * cache.batch + row) * model.num_kv_heads + kv_head) *
+                                cache.capacity * model.head_dim;
     }
     float* values(int64_t layer, int64_t row, int64_t kv_head) const {
-        return cache.values + ((layer * cache.batch + row) * model.num_kv_heads + kv_head) * cache.capacity * head_stride;
+        return cache.values + ((layer * cache.batch + row) * model.num_kv_heads + kv_head) *
+                                  cache.capacity * head_stride;
     }
 };
 
@@ -172,7 +183,8 @@ void Segment::run_in_team(Team& team) {
         run_layer<Weight>(team, layer);
     }
     write_hidden(team, request.end_layer, buffers.residual.data());
-    if (!logit_tokens.empty() || request.hidden_out[model.num_layers + 1] != nullptr) run_head<Weight>(team);
+    if (!logit_tokens.empty() || request.hidden_out[model.num_layers + 1] != nullptr)
+        run_head<Weight>(team);
 }
 
 template <class Weight>
@@ -185,7 +197,8 @@ void Segment::embed(Team& team) {
         if (request.hidden_in != nullptr)
             std::copy_n(request.hidden_in + index * size, size, x);
         else
-            for (int64_t i = 0; i < size; ++i) x[i] = to_float(embedding[request.token_ids[index] * size + i]);
+            for (int64_t i = 0; i < size; ++i)
+                x[i] = to_float(embedding[request.token_ids[index] * size + i]);
         std::fill(x + size, x + hidden_stride, 0.0f);
         compute_angles(t);
     });
@@ -205,7 +218,8 @@ void Segment::write_hidden(Team& team, int64_t k, const float* x) {
     float* out = request.hidden_out[k];
     if (out == nullptr) return;
     team.share(num_tokens, [&](int64_t t) {
-        std::copy_n(x + t * hidden_stride, model.hidden_size, out + tokens[t].index * model.hidden_size);
+        std::copy_n(x + t * hidden_stride, model.hidden_size,
+                    out + tokens[t].index * model.hidden_size);
     });
 }
 
@@ -213,7 +227,8 @@ void Segment::write_hidden(Team& team, int64_t k, const float* x) {
 // waiting for the others.
 const float* Segment::normalise(Team& team, const float* weight) {
     const bool alone = num_tokens <= MAX_TOKENS_NORMALISED_ALONE;
-    float* out = buffers.normed.data() + (alone ? omp_get_thread_num() * num_tokens * hidden_stride : 0);
+    float* out =
+        buffers.normed.data() + (alone ? omp_get_thread_num() * num_tokens * hidden_stride : 0);
     const auto normalise_token = [&](int64_t t) {
         rms_norm(&buffers.residual[t * hidden_stride], weight, model.hidden_size, hidden_stride,
                  model.norm_epsilon, out + t * hidden_stride);
@@ -227,12 +242,13 @@ const float* Segment::normalise(Team& team, const float* weight) {
 
 // residual += x times the matrix.
 template <class Weight>
-void Segment::add_product(Team& team, const Linear& linear, const std::vector<float>& x, int64_t stride) {
+void Segment::add_product(Team& team, const Linear& linear, const std::vector<float>& x,
+                          int64_t stride) {
     matrix_product<Weight>(team, linear, x.data(), stride, num_tokens, 1,
                            [this](int64_t row, int64_t first, int64_t count, const float* product) {
-        float* sum = &buffers.residual[row * hidden_stride + first];
-        for (int64_t i = 0; i < count; ++i) sum[i] += product[i];
-    });
+                               float* sum = &buffers.residual[row * hidden_stride + first];
+                               for (int64_t i = 0; i < count; ++i) sum[i] += product[i];
+                           });
 }
 
 template <class Weight>
@@ -241,8 +257,8 @@ void Segment::run_layer(Team& team, int64_t index) {
     const float* normed = normalise(team, layer.norm_attention);
     matrix_product<Weight>(team, layer.qkv, normed, hidden_stride, num_tokens, 1,
                            [this](int64_t row, int64_t first, int64_t count, const float* product) {
-        std::copy_n(product, count, &buffers.qkv[row * qkv_stride + first]);
-    });
+                               std::copy_n(product, count, &buffers.qkv[row * qkv_stride + first]);
+                           });
 
     const int64_t heads = model.num_heads + 2 * model.num_kv_heads;
     team.share(num_tokens, [&](int64_t t) {
@@ -251,7 +267,8 @@ void Segment::run_layer(Team& team, int64_t index) {
 
     const int64_t tasks_per_block = model.num_heads / heads_per_task;
     team.share(int64_t(blocks.size()) * tasks_per_block, [&](int64_t task) {
-        attend(index, layer.window, blocks[task / tasks_per_block], task % tasks_per_block * heads_per_task,
+        attend(index, layer.window, blocks[task / tasks_per_block],
+               task % tasks_per_block * heads_per_task,
                &buffers.scores[omp_get_thread_num() * scratch_size]);
     });
 
@@ -259,10 +276,10 @@ void Segment::run_layer(Team& team, int64_t index) {
     normed = normalise(team, layer.norm_mlp);
     matrix_product<Weight>(team, layer.gate_up, normed, hidden_stride, num_tokens, 2,
                            [this](int64_t row, int64_t first, int64_t count, const float* product) {
-        float* out = &buffers.gated[row * gated_stride + first / 2];
-        for (int64_t i = 0; i < count; i += 2 * LANES, out += LANES)
-            store(out, gated(load(product + i), load(product + i + LANES)));
-    });
+                               float* out = &buffers.gated[row * gated_stride + first / 2];
+                               for (int64_t i = 0; i < count; i += 2 * LANES, out += LANES)
+                                   store(out, gated(load(product + i), load(product + i + LANES)));
+                           });
     add_product<Weight>(team, layer.down, buffers.gated, gated_stride);
 }
 
@@ -274,7 +291,8 @@ void Segment::place_head(const Layer& layer, int64_t layer_index, int64_t t, int
     const int64_t kv_head = (head - model.num_heads) % model.num_kv_heads;
     if (!is_query && head >= model.num_heads + model.num_kv_heads) {
         float* out = values(layer_index, token.cache_row, kv_head) + token.slot * LANES;
-        for (int64_t i = 0; i < head_stride; i += LANES) std::copy_n(x + i, LANES, out + i * cache.capacity);
+        for (int64_t i = 0; i < head_stride; i += LANES)
+            std::copy_n(x + i, LANES, out + i * cache.capacity);
         return;
     }
     const float* norm = is_query ? layer.norm_query : layer.norm_key;
@@ -284,7 +302,8 @@ void Segment::place_head(const Layer& layer, int64_t layer_index, int64_t t, int
         for (int64_t i = 0; i < model.head_dim; ++i) x[i] *= model.attention_scale;
         return;
     }
-    float* out = keys(layer_index, token.cache_row, kv_head) + token.slot / LANES * LANES * model.head_dim;
+    float* out =
+        keys(layer_index, token.cache_row, kv_head) + token.slot / LANES * LANES * model.head_dim;
     for (int64_t i = 0; i < model.head_dim; ++i) out[i * LANES + token.slot % LANES] = x[i];
 }
 
@@ -309,8 +328,8 @@ inline int64_t first_visible(const Token& token, int64_t window) {
 // Attention of a block of tokens, for heads_per_task heads that share one key/value head.
 // Weights of slots that a token does not see are exactly 0; adding 0 * value changes no sum, so a
 // token gets the same bits whichever tokens share its block, and in a tree the same as in a chain.
-void Segment::attend(int64_t layer_index, int64_t window, const QueryBlock& block, int64_t first_head,
-                     float* scores) {
+void Segment::attend(int64_t layer_index, int64_t window, const QueryBlock& block,
+                     int64_t first_head, float* scores) {
     const int64_t row = tokens[block.first].cache_row;
     const int64_t kv_head = first_head / (model.num_heads / model.num_kv_heads);
     int64_t begin = tokens[block.first].slot;
@@ -325,9 +344,10 @@ void Segment::attend(int64_t layer_index, int64_t window, const QueryBlock& bloc
     for_each_tile(block.count * heads_per_task, [&](int64_t, int64_t first, int64_t height) {
         const float* a[MAX_TILE_ROWS];
         for (int64_t r = 0; r < height; ++r)
-            a[r] = query(block.first + (first + r) / heads_per_task, first_head + (first + r) % heads_per_task);
-        multiply_panels(height, a, key_panels, model.head_dim * LANES, (end - begin) / LANES, model.head_dim,
-                        scores, scores_stride, read_ahead(key_panels));
+            a[r] = query(block.first + (first + r) / heads_per_task,
+                         first_head + (first + r) % heads_per_task);
+        multiply_panels(height, a, key_panels, model.head_dim * LANES, (end - begin) / LANES,
+                        model.head_dim, scores, scores_stride, read_ahead(key_panels));
 
         float scale[MAX_TILE_ROWS];
         for (int64_t r = 0; r < height; ++r) {
@@ -340,11 +360,13 @@ void Segment::attend(int64_t layer_index, int64_t window, const QueryBlock& bloc
             std::fill(line + to, line + (end - begin), 0.0f);
             a[r] = line;
         }
-        multiply_panels(height, a, value_panels, cache.capacity * LANES, head_stride / LANES, end - begin, sums,
-                        head_stride, read_ahead(value_panels));
+        multiply_panels(height, a, value_panels, cache.capacity * LANES, head_stride / LANES,
+                        end - begin, sums, head_stride, read_ahead(value_panels));
         for (int64_t r = 0; r < height; ++r) {
             const int64_t t = block.first + (first + r) / heads_per_task;
-            float* out = &buffers.attended[t * attended_stride + (first_head + (first + r) % heads_per_task) * head_stride];
+            float* out =
+                &buffers.attended[t * attended_stride +
+                                  (first_head + (first + r) % heads_per_task) * head_stride];
             for (int64_t i = 0; i < head_stride; ++i) out[i] = sums[r * head_stride + i] * scale[r];
         }
     });
@@ -352,7 +374,8 @@ void Segment::attend(int64_t layer_index, int64_t window, const QueryBlock& bloc
 
 // Softmax over the past and the token's ancestors. Their scores move together first, so that each
 // has the lane it would have in a chain, and back afterwards. scores[0] belongs to slot `origin`.
-float Segment::softmax_tree(const Token& token, int64_t window, float* scores, int64_t origin) const {
+float Segment::softmax_tree(const Token& token, int64_t window, float* scores,
+                            int64_t origin) const {
     const int64_t begin = first_visible(token, window);
     const int64_t own = token.slot - token.past;
     const auto sees = [&](int64_t i) {
@@ -378,29 +401,34 @@ void Segment::run_head(Team& team) {
     if (count < num_tokens) {
         team.share(1, [](int64_t) {});  // every thread has read the residual
         team.share(count, [&](int64_t i) {
-            std::copy_n(normed + logit_tokens[i] * hidden_stride, hidden_stride, wanted + i * hidden_stride);
+            std::copy_n(normed + logit_tokens[i] * hidden_stride, hidden_stride,
+                        wanted + i * hidden_stride);
         });
     }
-    matrix_product<Weight>(team, model.head, count < num_tokens ? wanted : normed, hidden_stride, count, 1,
+    matrix_product<Weight>(team, model.head, count < num_tokens ? wanted : normed, hidden_stride,
+                           count, 1,
                            [this](int64_t row, int64_t first, int64_t width, const float* product) {
-        const int64_t real = std::min(width, model.num_logits - first);
-        std::copy_n(product, std::max<int64_t>(real, 0), tokens[logit_tokens[row]].logits + first);
-    });
+                               const int64_t real = std::min(width, model.num_logits - first);
+                               std::copy_n(product, std::max<int64_t>(real, 0),
+                                           tokens[logit_tokens[row]].logits + first);
+                           });
 }
 
 std::vector<Token> list_tokens(const Model& model, const Cache& cache, const Request& request) {
     std::vector<Token> tokens;
     for (int64_t r = 0; r < request.rows; ++r) {
-        const int64_t row = request.cache_rows[r], past = cache.lengths[row], count = request.num_new[r];
-        const int64_t* positions = request.positions ? request.positions + r * request.width : nullptr;
+        const int64_t row = request.cache_rows[r], past = cache.lengths[row],
+                      count = request.num_new[r];
+        const int64_t* positions =
+            request.positions ? request.positions + r * request.width : nullptr;
         for (int64_t j = 0; j < count; ++j) {
             const int64_t index = r * request.width + j;
             float* logits = nullptr;
             if (request.logits != nullptr && (!request.last_only || j == count - 1))
                 logits = request.logits + (request.last_only ? r : index) * model.num_logits;
             tokens.push_back({row, past + j, positions ? positions[j] : past + j, past, index,
-                              request.visible ? request.visible + index * request.width : nullptr, positions,
-                              logits});
+                              request.visible ? request.visible + index * request.width : nullptr,
+                              positions, logits});
         }
     }
     return tokens;
@@ -417,12 +445,14 @@ extern "C" {
 
 // Sizes of the structures, so that engine.py can check that its mirror of them is right.
 void draftloop_sizes(int64_t* sizes) {
-    const int64_t all[] = {sizeof(Linear), sizeof(Layer), sizeof(Model), sizeof(Cache), sizeof(Request)};
+    const int64_t all[] = {sizeof(Linear), sizeof(Layer), sizeof(Model), sizeof(Cache),
+                           sizeof(Request)};
     std::copy(std::begin(all), std::end(all), sizes);
 }
 
 // Plain rows [outputs, inputs] to panels [outputs / 16 rounded up][inputs][16], padded with 0.
-void draftloop_pack(const void* rows, int64_t outputs, int64_t inputs, int64_t is_bfloat16, void* panels) {
+void draftloop_pack(const void* rows, int64_t outputs, int64_t inputs, int64_t is_bfloat16,
+                    void* panels) {
     const auto pack = [&](const auto* source, auto* target) {
         const int64_t num_panels = divide_up(outputs, LANES);
 #pragma omp parallel for
@@ -431,7 +461,9 @@ void draftloop_pack(const void* rows, int64_t outputs, int64_t inputs, int64_t i
                 for (int c = 0; c < LANES; ++c) {
                     const int64_t row = p * LANES + c;
                     const int column = sizeof(*source) == 2 ? pack_column(c) : c;
-                    target[(p * inputs + i) * LANES + column] = row < outputs ? source[row * inputs + i] : std::decay_t<decltype(*source)>{};
+                    target[(p * inputs + i) * LANES + column] =
+                        row < outputs ? source[row * inputs + i]
+                                      : std::decay_t<decltype(*source)>{};
                 }
     };
     if (is_bfloat16)
@@ -447,33 +479,37 @@ void draftloop_forward(const Model* model, const Cache* cache, const Request* re
         const std::vector<Token> part(tokens.begin() + first, tokens.begin() + end);
         Segment(*model, *cache, *request, part, thread_buffers()).run();
     }
-    for (int64_t r = 0; r < request->rows; ++r) cache->lengths[request->cache_rows[r]] += request->num_new[r];
+    for (int64_t r = 0; r < request->rows; ++r)
+        cache->lengths[request->cache_rows[r]] += request->num_new[r];
 }
 
 // logits[rows, num_logits] of hidden[rows, D], to which the final norm has been applied.
-void draftloop_logits(const Model* model, const float* hidden, int64_t rows, int64_t threads, float* logits) {
+void draftloop_logits(const Model* model, const float* hidden, int64_t rows, int64_t threads,
+                      float* logits) {
     const auto done = [&](int64_t row, int64_t first, int64_t width, const float* product) {
         const int64_t real = std::min(width, model->num_logits - first);
         std::copy_n(product, std::max<int64_t>(real, 0), logits + row * model->num_logits + first);
     };
     Team::run(threads, [&](Team& team) {
-        const auto product = model->is_bfloat16 ? matrix_product<BFloat16, decltype(done)> : matrix_product<float, decltype(done)>;
+        const auto product = model->is_bfloat16 ? matrix_product<BFloat16, decltype(done)>
+                                                : matrix_product<float, decltype(done)>;
         product(team, model->head, hidden, model->hidden_size, rows, 1, done);
     });
 }
 
 // Runs the request (which wants the last logits), then drafts greedily: drafted [rows, steps].
 // The last drafted token is not fed, so each row grows by num_new + steps - 1.
-void draftloop_greedy_chain(const Model* model, const Cache* cache, const Request* request, int64_t steps,
-                            int64_t* drafted) {
+void draftloop_greedy_chain(const Model* model, const Cache* cache, const Request* request,
+                            int64_t steps, int64_t* drafted) {
     std::vector<int64_t> latest(request->rows);
     const std::vector<int64_t> ones(request->rows, 1);
     Request next = *request;
     for (int64_t step = 0; step < steps; ++step) {
         draftloop_forward(model, cache, &next);
         for (int64_t r = 0; r < request->rows; ++r) {
-            const int64_t column = argmax(request->logits + r * model->num_logits, model->num_logits);
-            latest[r] = model->head_token_ids != nullptr ? model->head_token_ids[column] : column;
+            const int64_t column =
+                argmax(request->logits + r * model->num_logits, model->num_logits);
+            latest[r] = model->head_token_ids[column];
             drafted[r * steps + step] = latest[r];
         }
         next.token_ids = latest.data();
@@ -484,9 +520,10 @@ void draftloop_greedy_chain(const Model* model, const Cache* cache, const Reques
 
 // Moves slots of one row to start, start + 1, ...: the accepted path of a tree becomes a chain.
 // slots must ascend with slots[i] >= start + i, so nothing is overwritten before it has moved.
-void draftloop_keep_path(const Model* model, const Cache* cache, int64_t row, int64_t start, const int64_t* slots,
-                         int64_t count) {
-    const int64_t size = model->head_dim, padded = round_up(size, LANES), capacity = cache->capacity;
+void draftloop_keep_path(const Model* model, const Cache* cache, int64_t row, int64_t start,
+                         const int64_t* slots, int64_t count) {
+    const int64_t size = model->head_dim, padded = round_up(size, LANES),
+                  capacity = cache->capacity;
     for (int64_t layer = 0; layer < model->num_layers; ++layer)
         for (int64_t h = 0; h < model->num_kv_heads; ++h) {
             const int64_t head = (layer * cache->batch + row) * model->num_kv_heads + h;
@@ -498,7 +535,8 @@ void draftloop_keep_path(const Model* model, const Cache* cache, int64_t row, in
                 float* new_key = keys + to / LANES * LANES * size + to % LANES;
                 for (int64_t e = 0; e < size; ++e) new_key[e * LANES] = key[e * LANES];
                 for (int64_t p = 0; p < padded; p += LANES)
-                    std::copy_n(values + p * capacity + from * LANES, LANES, values + p * capacity + to * LANES);
+                    std::copy_n(values + p * capacity + from * LANES, LANES,
+                                values + p * capacity + to * LANES);
             }
         }
 }

@@ -29,7 +29,7 @@ constexpr int64_t MAX_GROUP_PANELS = 4;
 // ... and this much of the inputs while the groups do.
 constexpr int64_t ROW_BLOCK_BYTES = 256 * 1024;
 // How far ahead of their use weights are fetched that are used once.
-constexpr int64_t PREFETCH_BYTES = 2048;
+constexpr int64_t PREFETCH_BYTES = 4096;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int64_t round_up(int64_t a, int64_t multiple) { return divide_up(a, multiple) * multiple; }
@@ -40,10 +40,11 @@ struct Prefetch {
     int64_t advance;
 };
 
-// R rows times P panels: out[r * out_stride + p * 16 + lane] = sum over i of a[r][i] * w[p][i][lane].
+// R rows times P panels: out[r * out_stride + p * 16 + lane] = sum over i of a[r][i] *
+// w[p][i][lane].
 template <int R, int P, class Weight>
-void multiply_tile(const float* const* a, const Weight* w, int64_t panel_stride, int64_t inputs, float* out,
-                   int64_t out_stride, Prefetch ahead) {
+void multiply_tile(const float* const* a, const Weight* w, int64_t panel_stride, int64_t inputs,
+                   float* out, int64_t out_stride, Prefetch ahead) {
     constexpr int INPUTS_PER_LINE = 64 / (LANES * sizeof(Weight)), UNROLL = 4;
     Vec16 sums[R][P];
     const float* row[R];
@@ -54,14 +55,16 @@ void multiply_tile(const float* const* a, const Weight* w, int64_t panel_stride,
     const auto add_input = [&](int64_t i) __attribute__((always_inline)) {
         for (int p = 0; p < P; ++p) {
             const Vec16 weights = load(w + p * panel_stride + i * LANES);
-            for (int r = 0; r < R; ++r) sums[r][p] = multiply_add(broadcast(row[r][i]), weights, sums[r][p]);
+            for (int r = 0; r < R; ++r)
+                sums[r][p] = multiply_add(broadcast(row[r][i]), weights, sums[r][p]);
         }
     };
     int64_t i = 0;
     for (; i + UNROLL <= inputs; i += UNROLL)
         for (int j = 0; j < UNROLL; ++j) {
             if (j % INPUTS_PER_LINE == 0)
-                for (int p = 0; p < P; ++p) __builtin_prefetch(ahead.from + (p * inputs + i + j) * ahead.advance);
+                for (int p = 0; p < P; ++p)
+                    __builtin_prefetch(ahead.from + (p * inputs + i + j) * ahead.advance);
             add_input(i + j);
         }
     for (; i < inputs; ++i) add_input(i);
@@ -71,10 +74,12 @@ void multiply_tile(const float* const* a, const Weight* w, int64_t panel_stride,
 
 // Picks the tile for `rows` (1..MAX_TILE_ROWS) at run time.
 template <int P, class Weight, int R = MAX_TILE_ROWS>
-inline void multiply_rows(int64_t rows, const float* const* a, const Weight* w, int64_t panel_stride,
-                          int64_t inputs, float* out, int64_t out_stride, Prefetch ahead) {
+inline void multiply_rows(int64_t rows, const float* const* a, const Weight* w,
+                          int64_t panel_stride, int64_t inputs, float* out, int64_t out_stride,
+                          Prefetch ahead) {
     if constexpr (P == 1 || R * P <= TILE_ACCUMULATORS)
-        if (rows == R) return multiply_tile<R, P>(a, w, panel_stride, inputs, out, out_stride, ahead);
+        if (rows == R)
+            return multiply_tile<R, P>(a, w, panel_stride, inputs, out, out_stride, ahead);
     if constexpr (R > 1)
         multiply_rows<P, Weight, R - 1>(rows, a, w, panel_stride, inputs, out, out_stride, ahead);
 }
@@ -82,13 +87,17 @@ inline void multiply_rows(int64_t rows, const float* const* a, const Weight* w, 
 // One tile of rows times neighbouring panels. Few rows take several panels at once, so that there
 // are enough independent sums to hide the latency of a multiply-add.
 template <class Weight>
-void multiply_panels(int64_t rows, const float* const* a, const Weight* w, int64_t panel_stride, int64_t panels,
-                     int64_t inputs, float* out, int64_t out_stride, Prefetch ahead) {
+void multiply_panels(int64_t rows, const float* const* a, const Weight* w, int64_t panel_stride,
+                     int64_t panels, int64_t inputs, float* out, int64_t out_stride,
+                     Prefetch ahead) {
     for (int64_t p = 0, width; p < panels; p += width) {
-        const auto fits = [&](int64_t wide) { return rows * wide <= TILE_ACCUMULATORS && p + wide <= panels; };
+        const auto fits = [&](int64_t wide) {
+            return rows * wide <= TILE_ACCUMULATORS && p + wide <= panels;
+        };
         width = fits(4) ? 4 : fits(2) ? 2 : 1;
-        const auto run = width == 4 ? multiply_rows<4, Weight> : width == 2 ? multiply_rows<2, Weight>
-                                                                            : multiply_rows<1, Weight>;
+        const auto run = width == 4   ? multiply_rows<4, Weight>
+                         : width == 2 ? multiply_rows<2, Weight>
+                                      : multiply_rows<1, Weight>;
         run(rows, a, w + p * panel_stride, panel_stride, inputs, out + p * LANES, out_stride,
             {ahead.from + p * inputs * ahead.advance, ahead.advance});
     }
@@ -108,19 +117,23 @@ inline void for_each_tile(int64_t rows, Body body) {
 // Where tile t of several looks while it works on the group of weights at `group`. A single tile
 // reads ahead in its own stream. Of several, the first two fetch one half each of the next group,
 // so that memory is busy while they compute.
-inline Prefetch prefetch_for(int64_t tile, int64_t tiles, const char* group, int64_t group_bytes, int64_t advance) {
+inline Prefetch prefetch_for(int64_t tile, int64_t tiles, const char* group, int64_t group_bytes,
+                             int64_t advance) {
     if (tiles == 1) return {group + PREFETCH_BYTES, advance};
     return {group + (tile < 2 ? group_bytes + tile * group_bytes / 2 : 0), advance / 2};
 }
 
 // A chunk of panels times all rows: blocks of rows, groups of panels, tiles.
 template <class Weight, class Done>
-void multiply_chunk(const Linear& linear, int64_t first_panel, int64_t panels, const float* x, int64_t x_stride,
-                    int64_t rows, int64_t granule, Done done) {
+void multiply_chunk(const Linear& linear, int64_t first_panel, int64_t panels, const float* x,
+                    int64_t x_stride, int64_t rows, int64_t granule, Done done) {
     const auto* weight = static_cast<const Weight*>(linear.weight);
-    const int64_t panel_stride = linear.inputs * LANES, panel_bytes = panel_stride * int64_t(sizeof(Weight));
-    const int64_t block_rows = std::max<int64_t>(MAX_TILE_ROWS, ROW_BLOCK_BYTES / (linear.inputs * 4));
-    const int64_t cached_panels = rows <= MAX_TILE_ROWS ? MAX_GROUP_PANELS : GROUP_BYTES / panel_bytes;
+    const int64_t panel_stride = linear.inputs * LANES,
+                  panel_bytes = panel_stride * int64_t(sizeof(Weight));
+    const int64_t block_rows =
+        std::max<int64_t>(MAX_TILE_ROWS, ROW_BLOCK_BYTES / (linear.inputs * 4));
+    const int64_t cached_panels =
+        rows <= MAX_TILE_ROWS ? MAX_GROUP_PANELS : GROUP_BYTES / panel_bytes;
     const int64_t group = std::clamp(cached_panels, granule, MAX_GROUP_PANELS) / granule * granule;
     float block[MAX_TILE_ROWS * MAX_GROUP_PANELS * LANES];
     const float* a[MAX_TILE_ROWS];
@@ -134,9 +147,10 @@ void multiply_chunk(const Linear& linear, int64_t first_panel, int64_t panels, c
                 const int64_t first_row = block_start + tile_start;
                 for (int64_t r = 0; r < height; ++r) a[r] = x + (first_row + r) * x_stride;
                 const Prefetch ahead = prefetch_for(tile, divide_up(height_of_block, MAX_TILE_ROWS),
-                                                    reinterpret_cast<const char*>(w), count * panel_bytes,
-                                                    LANES * sizeof(Weight));
-                multiply_panels(height, a, w, panel_stride, count, linear.inputs, block, width, ahead);
+                                                    reinterpret_cast<const char*>(w),
+                                                    count * panel_bytes, LANES * sizeof(Weight));
+                multiply_panels(height, a, w, panel_stride, count, linear.inputs, block, width,
+                                ahead);
                 for (int64_t r = 0; r < height; ++r) {
                     float* values = block + r * width;
                     if (linear.bias != nullptr)
@@ -151,20 +165,22 @@ void multiply_chunk(const Linear& linear, int64_t first_panel, int64_t panels, c
 // done(row, first_output, count, values) receives finished outputs, bias included; first_output and
 // count are multiples of 16 * granule.
 template <class Weight, class Done>
-void matrix_product(Team& team, const Linear& linear, const float* x, int64_t x_stride, int64_t rows,
-                    int64_t granule, Done done) {
-    const int64_t panels = linear.outputs / LANES, bytes = linear.outputs * linear.inputs * int64_t(sizeof(Weight));
+void matrix_product(Team& team, const Linear& linear, const float* x, int64_t x_stride,
+                    int64_t rows, int64_t granule, Done done) {
+    const int64_t panels = linear.outputs / LANES,
+                  bytes = linear.outputs * linear.inputs * int64_t(sizeof(Weight));
     const int64_t wanted = round_up(divide_up(bytes, CHUNK_BYTES), omp_get_num_threads());
     const int64_t chunk = round_up(divide_up(panels, wanted), granule);
     team.share(divide_up(panels, chunk), [&](int64_t c) {
-        multiply_chunk<Weight>(linear, c * chunk, std::min(chunk, panels - c * chunk), x, x_stride, rows, granule, done);
+        multiply_chunk<Weight>(linear, c * chunk, std::min(chunk, panels - c * chunk), x, x_stride,
+                               rows, granule, done);
     });
 }
 
 // out = x / sqrt(mean(x^2) + epsilon) * weight. Zhang and Sennrich 2019, arXiv:1910.07467.
 // `padded` >= size is a multiple of 16; x and weight are 0 from size on.
-inline void rms_norm(const float* x, const float* weight, int64_t size, int64_t padded, float epsilon,
-                     float* out) {
+inline void rms_norm(const float* x, const float* weight, int64_t size, int64_t padded,
+                     float epsilon, float* out) {
     Vec16 squares = zeros();
     for (int64_t i = 0; i < padded; i += LANES) {
         const Vec16 value = load(x + i);
@@ -183,7 +199,8 @@ inline Vec16 gated(Vec16 gate, Vec16 up) {
 
 // In place: scores[begin, end) become e^(score - max); returns 1 / their sum.
 // Everything in the blocks of 16 around [begin, end) is overwritten; outside the range with 0.
-// Lane of a term in the sum = its index modulo 16, so `begin` must be a function of the query alone.
+// Lane of a term in the sum = its index modulo 16, so `begin` must be a function of the query
+// alone.
 inline float softmax_numerators(float* scores, int64_t begin, int64_t end) {
     const int64_t first = begin / LANES * LANES, last = round_up(end, LANES);
     std::fill(scores + first, scores + begin, -INFINITY);

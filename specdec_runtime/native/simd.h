@@ -141,10 +141,18 @@ inline Vec16 for_each_lane(F value_of) {
     return result;
 }
 inline int pack_column(int column) { return column; }
-inline Vec16 zeros() { return for_each_lane([](int) { return 0.0f; }); }
-inline Vec16 broadcast(float x) { return for_each_lane([=](int) { return x; }); }
-inline Vec16 load(const float* p) { return for_each_lane([=](int i) { return p[i]; }); }
-inline Vec16 load(const BFloat16* p) { return for_each_lane([=](int i) { return to_float(p[i]); }); }
+inline Vec16 zeros() {
+    return for_each_lane([](int) { return 0.0f; });
+}
+inline Vec16 broadcast(float x) {
+    return for_each_lane([=](int) { return x; });
+}
+inline Vec16 load(const float* p) {
+    return for_each_lane([=](int i) { return p[i]; });
+}
+inline Vec16 load(const BFloat16* p) {
+    return for_each_lane([=](int i) { return to_float(p[i]); });
+}
 inline void store(float* p, const Vec16& a) { std::memcpy(p, a.v, sizeof a.v); }
 inline Vec16 add(const Vec16& a, const Vec16& b) {
     return for_each_lane([&](int i) { return a.v[i] + b.v[i]; });
@@ -214,7 +222,8 @@ inline Vec16 exponential(Vec16 x) {
     Vec16 r = multiply_add(n, broadcast(-0.693359375f), clamped);
     r = multiply_add(n, broadcast(2.12194440e-4f), r);
     Vec16 series = broadcast(1.0f / 5040.0f);
-    for (float coefficient : {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
+    for (float coefficient :
+         {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
         series = multiply_add(series, r, broadcast(coefficient));
     return keep_above(multiply(series, power_of_two(shifted)), x, lowest);
 }

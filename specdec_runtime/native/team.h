@@ -64,9 +64,10 @@ class Team {
     static constexpr int SPINS = 1000;
 
     struct Shared {
-        alignas(64) std::atomic<uint64_t> ticket{0};  // stage in the upper half, next task in the lower
+        alignas(64) std::atomic<uint64_t> ticket{
+            0};  // stage in the upper half, next task in the lower
         alignas(64) std::atomic<int64_t> finished{0};
-        alignas(64) std::atomic<uint32_t> stage{0};   // the same stage, to sleep on
+        alignas(64) std::atomic<uint32_t> stage{0};  // the same stage, to sleep on
     };
     Shared& shared;
     uint32_t stage = 0;

@@ -1,19 +1,19 @@
 """From a transformers model to the packed weights that decoder.cpp reads.
 
-Which models: `unsupported_reason`. How they are laid out: decoder.cpp (heads padded to a multiple of
-16 columns, gate and up interleaved) and kernels.h (panels). Copying is done once, at load time.
+Which models: `unsupported_reason`. How they are laid out: decoder.cpp (heads padded to a multiple
+of 16 columns, gate and up interleaved) and kernels.h (panels). Copying is done once, at load time.
 
 Shapes: D hidden, F MLP, H heads, E head_dim, Ep = E rounded up to 16.
 """
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec_runtime.native import abi
@@ -59,8 +59,12 @@ class PackedWeights:
     layers: ctypes.Array = field(repr=False)
 
 
-def pack_weights(model: PreTrainedModel, *, library: ctypes.CDLL, weight_dtype: torch.dtype | None,
-                 head_rows: Tensor | None) -> PackedWeights:
+def pack_weights(
+    model: PreTrainedModel,
+    *,
+    weight_dtype: torch.dtype | None,
+    head_rows: Tensor | None,
+) -> PackedWeights:
     """Copies all weights of `model` into the layout of decoder.cpp.
 
     Args:
@@ -73,31 +77,35 @@ def pack_weights(model: PreTrainedModel, *, library: ctypes.CDLL, weight_dtype: 
     dtype = weight_dtype or _exact_dtype(model)
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"weight_dtype {dtype}: expected torch.bfloat16 or torch.float32")
-    packer = _Packer(library, dtype)
-    config, decoder = model.config, model.model
+    packer = _Packer(dtype)
+    config: PretrainedConfig = model.config
+    decoder: Any = model.model
     layers = (abi.Layer * config.num_hidden_layers)()
     for index, layer in enumerate(decoder.layers):
         layers[index] = packer.layer(layer, config, _window(config, index))
 
-    embedding = packer.keep(model.get_input_embeddings().weight.detach().cpu().to(dtype))
-    head = model.get_output_embeddings()
-    head_weight = _plain(head, "lm_head").weight.detach()
-    num_logits = len(head_weight) if head_rows is None else len(head_rows)
-    head_weight = head_weight if head_rows is None else head_weight[head_rows.to(head_weight.device)]
-    rotary = decoder.rotary_emb
+    embedding = packer.copy(decoder.embed_tokens.weight, dtype)
+    head, rotary = _plain(model.lm_head, "lm_head"), decoder.rotary_emb
+    rows = torch.arange(len(head.weight)) if head_rows is None else head_rows.cpu().long()
     packed = abi.Model(
-        layers=layers, head=packer.linear(head_weight, _rows(head.bias, head_rows)),
+        layers=layers,
+        head=packer.linear(head.weight[rows], _map(head.bias, lambda bias: bias[rows])),
         embedding=abi.pointer(embedding), norm_final=packer.vector(decoder.norm.weight),
-        inverse_frequencies=abi.pointer(packer.keep(rotary.inv_freq.detach().cpu().float())),
-        head_token_ids=None if head_rows is None else abi.pointer(packer.keep(head_rows.cpu().long())),
+        inverse_frequencies=abi.pointer(packer.copy(rotary.inv_freq, torch.float32)),
+        head_token_ids=abi.pointer(packer.keep(rows)),
         num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
         mlp_size=config.intermediate_size, num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads, head_dim=head_dim(config), num_logits=num_logits,
+        num_kv_heads=config.num_key_value_heads, head_dim=head_dim(config), num_logits=len(rows),
         is_bfloat16=dtype == torch.bfloat16, norm_epsilon=config.rms_norm_eps,
         attention_scale=head_dim(config) ** -0.5, rotary_scale=rotary.attention_scaling,
     )  # fmt: skip
-    return PackedWeights(model=packed, dtype=dtype, num_embeddings=len(embedding),
-                         tensors=packer.tensors, layers=layers)
+    return PackedWeights(
+        model=packed,
+        dtype=dtype,
+        num_embeddings=len(embedding),
+        tensors=packer.tensors,
+        layers=layers,
+    )
 
 
 def allocate(num_elements: int, dtype: torch.dtype, *, huge_pages: bool) -> Tensor:
@@ -116,20 +124,20 @@ def allocate(num_elements: int, dtype: torch.dtype, *, huge_pages: bool) -> Tens
 class _Packer:
     """Packs matrices and vectors and keeps what it made alive."""
 
-    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
-        self.library, self.dtype = library, dtype
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
         self.tensors: list[Tensor] = []
 
-    def layer(self, layer: nn.Module, config: PretrainedConfig, window: int) -> abi.Layer:
+    def layer(self, layer: Any, config: PretrainedConfig, window: int) -> abi.Layer:
         attention, mlp, size = layer.self_attn, layer.mlp, head_dim(config)
-        projections = [_plain(getattr(attention, name), name) for name in ("q_proj", "k_proj", "v_proj")]
+        inputs = [_plain(getattr(attention, name), name) for name in ("q_proj", "k_proj", "v_proj")]
         out, down = _plain(attention.o_proj, "o_proj"), _plain(mlp.down_proj, "down_proj")
         gate, up = _plain(mlp.gate_proj, "gate_proj"), _plain(mlp.up_proj, "up_proj")
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         return abi.Layer(
             qkv=self.linear(
-                torch.cat([_pad_heads(p.weight, size) for p in projections]),
-                _concatenate([_map(p.bias, lambda bias: _pad_heads(bias, size)) for p in projections])),
+                torch.cat([_pad_heads(p.weight, size) for p in inputs]),
+                _concatenate([_map(p.bias, lambda bias: _pad_heads(bias, size)) for p in inputs])),
             attention_out=self.linear(_pad_heads(out.weight.T, size).T, out.bias),
             gate_up=self.linear(_interleave(gate.weight, up.weight),
                                 _map(gate.bias, lambda bias: _interleave(bias, up.bias))),
@@ -147,15 +155,22 @@ class _Packer:
         outputs, inputs = rows.shape
         padded = -(-outputs // LANES) * LANES
         panels = self.keep(allocate(padded * inputs, self.dtype, huge_pages=True))
-        self.library.draftloop_pack(abi.pointer(rows), outputs, inputs,
-                                    self.dtype == torch.bfloat16, abi.pointer(panels))
-        return abi.Linear(weight=abi.pointer(panels), bias=_map(bias, self.vector), outputs=padded,
-                          inputs=inputs)
+        abi.decoder().draftloop_pack(
+            abi.pointer(rows), outputs, inputs, self.dtype == torch.bfloat16, abi.pointer(panels)
+        )
+        return abi.Linear(
+            weight=abi.pointer(panels), bias=_map(bias, self.vector), outputs=padded, inputs=inputs
+        )
 
     def vector(self, values: Tensor) -> int:
         """Address of a float32 copy, padded with zeros to a multiple of 16."""
-        values = values.detach().to(device="cpu", dtype=torch.float32)
-        return abi.pointer(self.keep(F.pad(values, (0, -len(values) % LANES))))
+        padded = torch.zeros(-(-len(values) // LANES) * LANES)
+        padded[: len(values)] = values.detach()
+        return abi.pointer(self.keep(padded))
+
+    def copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy even where none is needed: `model` may be trained on, this one must not change."""
+        return self.keep(tensor.detach().to(device="cpu", dtype=dtype, copy=True))
 
     def keep(self, tensor: Tensor) -> Tensor:
         self.tensors.append(tensor.contiguous())
@@ -197,19 +212,17 @@ def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:
 
 def _plain(module: nn.Module, name: str) -> nn.Linear:
     if type(module) is not nn.Linear:
-        raise ValueError(f"{name} is a {type(module).__name__}, expected a plain torch.nn.Linear: "
-                         "merge adapters and dequantize before the model is converted")
+        raise ValueError(
+            f"{name} is a {type(module).__name__}, expected a plain torch.nn.Linear: "
+            "merge adapters and dequantize before the model is converted"
+        )
     return module
 
 
-def _rows(bias: Tensor | None, rows: Tensor | None) -> Tensor | None:
-    return bias if bias is None or rows is None else bias[rows]
-
-
 def _concatenate(parts: list[Tensor | None]) -> Tensor | None:
-    return None if parts[0] is None else torch.cat(parts)
+    return None if parts[0] is None else torch.cat([part for part in parts if part is not None])
 
 
-def _map(value, function):
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     """`function(value)`, or None for None."""
     return None if value is None else function(value)
