@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Cost-aware drafting forgets old rounds at this rate: about the last 20 count, and a row that
-# stopped drafting drifts back to the prior and tries again.
-_MEMORY = 0.95
-_PRIOR_TESTS = 4.0  # verified tokens the prior is worth
+# Cost-aware drafting forgets old rounds at this rate: about the last 50 count, and a row that
+# stopped drafting drifts back to the prior and tries again, every 15 rounds or so.
+_MEMORY = 0.98
+_PRIOR_TESTS = 2.0  # verified tokens the prior is worth
 _NUM_CONFIDENCE_BINS = 5
 
 

@@ -1,0 +1,298 @@
+"""Losslessness: every rule, drafter and draft-length policy against the exact law of the text.
+
+Where the law of a decode can be computed (toy_models.py, toy_trees.py) it has to equal the
+target's to 1e-9. Where a policy learns from its own past, 200,000 texts over 16 bins have to pass
+a chi-squared test. The negative controls are known mistakes; each has to fail the same check, or
+the check proves nothing.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from specdec_runtime.draft_length import ConfidenceThreshold, CostAware, FixedLength, LengthRound
+from specdec_runtime.noise import draw_by_inversion
+from specdec_runtime.sampling import Sampler, SamplingSettings
+from specdec_runtime.tree_growth import BestFirstTree, StaticTree
+from specdec_runtime.trees import verify_tree
+from specdec_runtime.verification import Verification, verify_block, verify_speculative
+from tests.toy_models import (
+    ToyDrafter,
+    chain_error,
+    chi_squared,
+    chi_squared_limit,
+    random_table,
+    text_law,
+)
+from tests.toy_trees import likeliest, tree_error, with_replacement
+
+EXACT = 1e-9  # bisection leaves 1e-12
+WRONG = 5e-3  # what a negative control has to exceed
+RULES = [
+    pytest.param(verify_speculative, False, id="speculative"),
+    pytest.param(verify_block, True, id="block"),
+]
+TARGET, OTHER = random_table(0), random_table(1)
+DRAFTERS = {
+    "sampled": ToyDrafter(OTHER),
+    "reversed": ToyDrafter(TARGET.flip(1)),
+    "copy": ToyDrafter(TARGET),
+    "one token only": ToyDrafter(torch.tensor([[1.0, 0.0, 0.0]] * 3, dtype=torch.float64)),
+    "greedy, one-hot": ToyDrafter(OTHER, greedy=True),
+    "greedy, certain": ToyDrafter(OTHER, greedy=True, claimed="certain"),
+}
+POLICIES = {
+    "none": FixedLength(0),
+    "fixed": FixedLength(2),
+    "threshold": ConfidenceThreshold(0.4, 3),
+}
+
+
+@pytest.mark.parametrize(("rule", "block"), RULES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_decode_has_the_law_of_the_target(rule, block, policy, drafter):
+    session = POLICIES[policy].begin(1)
+    assert chain_error(rule, TARGET, DRAFTERS[drafter], session, block=block) < EXACT
+
+
+@pytest.mark.parametrize(("rule", "block"), RULES)
+def test_a_target_with_forbidden_tokens_keeps_its_law(rule, block):
+    target = torch.tensor([[0.0, 1.0, 0.0], [0.5, 0.0, 0.5], [0.2, 0.8, 0.0]], dtype=torch.float64)
+    session = FixedLength(2).begin(1)
+    assert chain_error(rule, target, ToyDrafter(OTHER), session, block=block) < EXACT
+
+
+@pytest.mark.parametrize(("rule", "block"), RULES)
+def test_any_policy_that_sees_only_what_is_in_front_is_exact(rule, block):
+    class Whim:
+        """Draft lengths without reason, as a function of the tokens in front."""
+
+        def wants_more(self, row, confidences):
+            return len(confidences) < 3 and int(1000 * sum(confidences)) % 3 != 1
+
+        def end_round(self, row, confidences, num_accepted):
+            pass
+
+    assert chain_error(rule, TARGET, ToyDrafter(OTHER), Whim(), block=block) < EXACT
+
+
+@pytest.mark.parametrize(("rule", "block"), RULES)
+def test_float32_is_exact_to_float32(rule, block):
+    drafter = ToyDrafter(OTHER.float())
+    session = FixedLength(2).begin(1)
+    assert chain_error(rule, TARGET.float(), drafter, session, block=block, length=3) < 1e-6
+
+
+TREES = {
+    "siblings": StaticTree((3,)),
+    "static": StaticTree((2, 1)),
+    "best first": BestFirstTree(num_nodes=3, num_siblings=2, num_passes=3),
+    "best first, few passes": BestFirstTree(num_nodes=4, num_siblings=3, num_passes=2),
+}
+
+
+@pytest.mark.parametrize("shape", TREES)
+def test_a_decode_with_trees_has_the_law_of_the_target(shape):
+    assert tree_error(verify_tree, TARGET, OTHER, TREES[shape], claimed=OTHER) < EXACT
+
+
+@pytest.mark.parametrize("shape", ["static", "best first"])
+def test_trees_of_the_likeliest_tokens_are_exact_as_certain_drafts(shape):
+    error = tree_error(verify_tree, TARGET, OTHER, TREES[shape], claimed=None, draws=likeliest)
+    assert error < EXACT
+
+
+# Negative controls: known mistakes, each caught by the checks above.
+
+
+@pytest.mark.parametrize(("rule", "block"), RULES)
+def test_a_greedy_draft_with_soft_probabilities_is_caught(rule, block):
+    drafter = ToyDrafter(OTHER, greedy=True, claimed="soft")
+    session = FixedLength(2).begin(1)
+    assert chain_error(rule, TARGET, drafter, session, block=block) > WRONG
+
+
+@pytest.mark.parametrize(("rule", "block"), RULES)
+def test_a_sampled_draft_claimed_to_be_certain_is_caught(rule, block):
+    drafter = ToyDrafter(OTHER, claimed="certain")
+    session = FixedLength(2).begin(1)
+    assert chain_error(rule, TARGET, drafter, session, block=block) > WRONG
+
+
+def test_recovering_from_the_target_itself_is_caught():
+    def target_for_residual(draft_ids, draft_probs, target_probs, num_drafted, uniforms):
+        right = verify_speculative(draft_ids, draft_probs, target_probs, num_drafted, uniforms)
+        after = target_probs[torch.arange(len(draft_ids)), right.num_accepted]
+        return Verification(right.num_accepted, draw_by_inversion(after, uniforms[:, -1]))
+
+    session = FixedLength(2).begin(1)
+    error = chain_error(target_for_residual, TARGET, ToyDrafter(OTHER), session, block=False)
+    assert error > WRONG
+
+
+@pytest.mark.parametrize("right_residual", [True, False])
+def test_token_wise_tests_inside_block_verification_are_caught(right_residual):
+    def token_wise_block(draft_ids, draft_probs, target_probs, num_drafted, uniforms):
+        index = draft_ids[:, :, None]
+        p = target_probs[:, :-1].gather(2, index).squeeze(2)
+        q = draft_probs.gather(2, index).squeeze(2)
+        position = torch.arange(1, draft_ids.shape[1] + 1)
+        kept = (uniforms[:, :-1] * q < p) & (position <= num_drafted[:, None])
+        num_accepted = (kept * position).amax(1)
+        row, near = torch.arange(len(draft_ids)), num_accepted.clamp_max(draft_ids.shape[1] - 1)
+        target = target_probs[row, num_accepted]
+        residual = (target - draft_probs[row, near]).clamp_min(0.0)
+        refused = (num_accepted < num_drafted) & (residual.sum(-1) > 0.0) & right_residual
+        return Verification(
+            num_accepted,
+            draw_by_inversion(torch.where(refused[:, None], residual, target), uniforms[:, -1]),
+        )
+
+    session = FixedLength(2).begin(1)
+    error = chain_error(token_wise_block, TARGET, ToyDrafter(OTHER), session, block=True)
+    assert error > WRONG
+
+
+@pytest.mark.parametrize(("rule", "block"), RULES)
+def test_dropping_a_drawn_token_of_low_confidence_is_caught(rule, block):
+    def drop_last_if_unsure(tokens, confidences):
+        return len(tokens) - (confidences[-1] < 0.4)
+
+    session = FixedLength(1).begin(1)
+    error = chain_error(
+        rule, TARGET, ToyDrafter(OTHER), session, block=block, submit=drop_last_if_unsure
+    )
+    assert error > WRONG
+
+
+def test_the_published_example_of_a_dropped_token_is_reproduced():
+    # DSpark's counterexample: target (.7, .3), and a draft that is verified only if it is 0.
+    target = torch.tensor([[0.7, 0.3]] * 2, dtype=torch.float64)
+    draft = ToyDrafter(torch.full((2, 2), 0.5, dtype=torch.float64))
+    error = chain_error(
+        verify_speculative,
+        target,
+        draft,
+        FixedLength(1).begin(1),
+        block=False,
+        length=1,
+        submit=lambda tokens, confidences: int(tokens[0] == 0),
+    )
+    assert error == pytest.approx(0.15, abs=EXACT)
+
+
+def test_siblings_drawn_with_replacement_are_caught():
+    drafted = random_table(5)
+    shape = StaticTree((2,))
+    assert tree_error(verify_tree, TARGET, drafted, shape, claimed=drafted) < EXACT
+    replaced = tree_error(
+        verify_tree, TARGET, drafted, shape, draws=with_replacement, claimed=drafted
+    )
+    assert replaced > WRONG
+
+
+def test_the_likeliest_siblings_with_soft_probabilities_are_caught():
+    shape = StaticTree((2,))
+    error = tree_error(verify_tree, TARGET, OTHER, shape, draws=likeliest, claimed=OTHER)
+    assert error > WRONG
+
+
+# What cannot be enumerated: the sampler's own noise and policies that learn, by 200,000 texts of
+# 4 tokens over {0, 1}, 16 bins, with a draft that is the target reversed.
+
+NUM_TEXTS = 200_000
+REVERSED_TARGET = torch.tensor([[0.3, 0.7], [0.8, 0.2]])
+REVERSED_DRAFT = REVERSED_TARGET.flip(1)
+
+
+@pytest.mark.parametrize("rule", [verify_speculative, verify_block])
+@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+def test_sampled_texts_pass_chi_squared(rule, num_draft_tokens):
+    assert _chi_squared_of_texts(rule, num_draft_tokens) < chi_squared_limit(16)
+
+
+@pytest.mark.parametrize("rule", [verify_speculative, verify_block])
+def test_noise_shared_between_draft_and_verification_is_caught(rule):
+    found = _chi_squared_of_texts(rule, 1, share_noise=True)
+    assert found > 10 * chi_squared_limit(16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [verify_speculative, verify_block])
+def test_a_policy_that_learns_from_its_rounds_passes_chi_squared(rule):
+    policy = CostAware(0.3, (1.0, 1.1, 1.2, 1.3), acceptance=0.6)
+    found = _chi_squared_of_texts(rule, 3, session=policy.begin(NUM_TEXTS))
+    assert found < chi_squared_limit(16)
+
+
+def _chi_squared_of_texts(rule, num_draft_tokens, *, share_noise=False, session=None):
+    texts = _sample_texts(rule, num_draft_tokens, share_noise=share_noise, session=session)
+    law = text_law(REVERSED_TARGET, 0, 4)
+    bins = (texts * torch.tensor([8, 4, 2, 1])).sum(1)
+    return chi_squared(torch.bincount(bins, minlength=16), list(law.values()))
+
+
+def _sample_texts(rule, num_draft_tokens, *, share_noise, session):
+    """[NUM_TEXTS, 4] tokens after token 0, all rows decoded side by side in float32."""
+    settings = SamplingSettings(temperature=1.0)
+    rows = range(NUM_TEXTS)
+    sampler = Sampler(
+        settings,
+        batch_size=NUM_TEXTS,
+        prompt_lengths=[1] * NUM_TEXTS,
+        eos_token_ids=(),
+        real_vocab_size=2,
+        device="cpu",
+        seed=1,
+    )
+    texts = torch.zeros(NUM_TEXTS, 1 + 4 + num_draft_tokens, dtype=torch.int64)
+    length = torch.ones(NUM_TEXTS, dtype=torch.int64)
+    everyone = torch.arange(NUM_TEXTS)
+    while (length < 5).any():
+        pending = texts[everyone, (length - 1).clamp_max(4)]
+        contexts, draft_ids = [pending], []
+        noise = None
+        for _ in range(num_draft_tokens):
+            probs = REVERSED_DRAFT[contexts[-1]]
+            if share_noise:
+                noise = sampler.verify_uniforms(rows, 1)
+                draft_ids.append(draw_by_inversion(probs, noise[:, 0]))
+            else:
+                draft_ids.append(sampler.draw(probs, rows))
+            contexts.append(draft_ids[-1])
+        contexts, draft_ids = torch.stack(contexts, 1), torch.stack(draft_ids, 1)
+        lengths, num_drafted = _ask_all(session, draft_ids, contexts)
+        uniforms = sampler.verify_uniforms(rows, num_draft_tokens + 1)
+        if share_noise:
+            uniforms[:, -1] = noise[:, 0]  # the residual is drawn with the draft's own number
+        verdict = rule(
+            draft_ids,
+            REVERSED_DRAFT[contexts[:, :-1]],
+            REVERSED_TARGET[contexts],
+            num_drafted,
+            uniforms,
+        )
+        if lengths is not None:
+            lengths.finish(verdict.num_accepted.tolist())
+        burst = torch.nn.functional.pad(draft_ids, (0, 1))
+        burst.scatter_(1, verdict.num_accepted[:, None], verdict.next_token_ids[:, None])
+        for place in range(num_draft_tokens + 1):
+            writes = (place <= verdict.num_accepted) & (length + place < 5)
+            texts[everyone[writes], (length + place)[writes]] = burst[writes, place]
+        length = (length + verdict.num_accepted + 1).clamp_max(5)
+    return texts[:, 1:5]
+
+
+def _ask_all(session, draft_ids, contexts):
+    """Draft lengths of every row, from the confidences in front of each position."""
+    if session is None:
+        return None, torch.full((len(draft_ids),), draft_ids.shape[1])
+    confidences = REVERSED_DRAFT[contexts[:, :-1]].gather(2, draft_ids[:, :, None]).squeeze(2)
+    length_round = LengthRound(session, range(NUM_TEXTS), [draft_ids.shape[1]] * NUM_TEXTS)
+    for position in itertools.count():
+        members = length_round.ask()
+        if not members:
+            return length_round, torch.tensor(length_round.num_drafted)
+        length_round.tell(confidences[members, position].tolist())
