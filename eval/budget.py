@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from eval.config import EvaluationConfig
+from eval.costs import NUM_RUNS, RUN_TOKENS, run_lengths
 
 GUESSED_LENGTH = 1.6  # tokens a round, before anything is known
 GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
@@ -50,8 +51,8 @@ def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
         * amounts.num_prompts
         * _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
     )
-    runs = 2 * (config.max_draft_tokens + 1) * 10  # rounds of the cost measurement
-    costs = amounts.num_drafters * runs * _pass(pass_s, config.max_draft_tokens + 1)
+    num_rounds = len(run_lengths(config.max_draft_tokens)) * (NUM_RUNS + 1) * RUN_TOKENS / 1.5
+    costs = amounts.num_drafters * num_rounds * pass_s[-1]
     return [
         PartTime("plain greedy texts", plain),
         PartTime("costs of a round", costs),

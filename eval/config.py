@@ -84,7 +84,7 @@ class EvalConfig:
 
     drafter: the drafter that the page is about; drafters: more of them, side by side.
     lookup: also measure prompt lookup, the free baseline.
-    prompts: a JSONL file; None = those kept beside the drafter by its run, else `suites`.
+    prompts_file: JSONL; None = those kept beside the drafter by its run, else `suites`.
     suites: fetched suites by name, used where there is no prompts file.
     output: None = runs/eval/<time>.
     """
@@ -93,7 +93,7 @@ class EvalConfig:
     drafters: list[str] = field(default_factory=list)
     lookup: bool = True
     target: TargetChoice = field(default_factory=TargetChoice)
-    prompts: str | None = None
+    prompts_file: str | None = None
     suites: list[str] = field(default_factory=lambda: ["mt_bench"])
     output: str | None = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

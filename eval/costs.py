@@ -24,8 +24,8 @@ from specdec_runtime.results import Generation
 from specdec_runtime.target import Target
 
 NUM_PASSES = 7  # bare passes of each width; the median of 7 shrugs off three disturbed ones
-NUM_RUNS = 2  # interleaved decodes of each draft length
-RUN_TOKENS = 14  # new tokens of such a run, beyond the draft length
+NUM_RUNS = 2  # interleaved decodes of each draft length that is run
+RUN_TOKENS = 12  # new tokens of such a run, beyond the draft length
 ENOUGH_ROUNDS = 3  # rounds of one draft length from which a median is taken
 
 
@@ -133,17 +133,22 @@ def _run(
     """Interleaved short decodes at every draft length; (plain, drafted)."""
     plain, drafted = (DecodeTimes(defaultdict(list), defaultdict(list), []) for _ in range(2))
     room = target.model.max_positions - len(prompt)
+    lengths = run_lengths(max_draft_tokens)
     for turn in range(NUM_RUNS + 1):
-        for k in range(max_draft_tokens + 1):
+        for k in lengths if turn else lengths[:2]:  # turn 0 warms up
             decoder = SpeculativeDecoder(target, drafter if k else None, num_draft_tokens=k)
             generation = decoder.generate(
                 [prompt], max_new_tokens=min(RUN_TOKENS + k, room), eos_token_id=()
             )
-            if turn:  # the first turn warms up
+            if turn:
                 _collect(generation, drafted if k else plain)
-            elif k >= 1:
-                break  # plain decoding and one draft length are enough to warm up
     return plain, drafted
+
+
+def run_lengths(max_draft_tokens: int) -> list[int]:
+    """Draft lengths that are decoded with: 0, 1, 2, 4, ... and the longest."""
+    doubling = [2**i for i in range(max_draft_tokens.bit_length())]
+    return sorted({0, *doubling, max_draft_tokens})
 
 
 def _collect(generation: Generation, into: DecodeTimes) -> None:

@@ -67,6 +67,7 @@ def evaluate(
     *,
     folder: Path | None = None,
     drafter_folders: Mapping[str, str] | None = None,
+    notes: Sequence[Flag] = (),
     stage: Stage = terminal_stage,
 ) -> Results:
     """Measure drafters against plain decoding of one target.
@@ -78,6 +79,7 @@ def evaluate(
         folder: where results.json, report.html, ... go; parts of an interrupted evaluation of the
             same inputs are picked up there. None writes nothing.
         drafter_folders: where drafters were loaded from, for the record.
+        notes: what the caller has found already, shown with the results.
         stage: progress display of each part.
 
     Raises:
@@ -92,6 +94,7 @@ def evaluate(
     if not suites or not all(suites.values()):
         raise ValueError("no prompts to evaluate on: give at least one suite with a prompt in it")
     evaluation = _Evaluation(target, used, suites, config, folder, drafter_folders or {}, stage)
+    evaluation.notes += notes
     return evaluation.run()
 
 

@@ -2,13 +2,23 @@
 
 import json
 import re
+import shutil
+import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
+
+from eval.charts import Axes, Point, Series, line_chart
+from eval.conclusions import withheld
 from eval.cost_model import RoundCosts
 from eval.intervals import Interval
 from eval.prediction import predict
+from eval.records import read_json, to_json
 from eval.report import write_report
+from eval.report_markdown import render_markdown
+from eval.report_tables import speed_table
 from eval.results import (
     AcceptanceResult,
     BaselineCandidate,
@@ -119,7 +129,7 @@ COSTS = RoundCosts(
 
 
 def a_trace() -> Trace:
-    words = "The square root of 16 is 4 , because 4 times 4 equals 16 .".split()
+    words = ["The", "square", "root", "of", "16", "is", "4", ",", "because", "4", "times", "4"]
     kinds = ["first", "accepted", "accepted", "corrected", "bonus"]
     tokens = [
         TraceToken(
@@ -237,3 +247,139 @@ def sample_results() -> Results:
             results.predictions.append(prediction)
             results.verdicts.append(judge(certificate, measured, prediction, cost))
     return results
+
+
+class Page(HTMLParser):
+    """Collects what the tests ask of a page."""
+
+    VOID = ("meta", "br")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.headings: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href") and value]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        """<line/> and the like are closed already."""
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_report(tmp_path, sample_results(), [a_trace()], [a_weak_prefix()])
+    return tmp_path
+
+
+def test_page_is_well_formed_and_needs_no_network(folder):
+    text = (folder / "report.html").read_text()
+    page = Page(text)
+    assert page.open == []
+    assert page.links == []
+    assert not re.search(r"https?://|@import|url\(", text)
+    assert "{{" not in text
+
+
+def test_page_opens_with_the_verdict(folder):
+    headings = Page((folder / "report.html").read_text()).headings
+    assert headings[0].startswith("1.31 x faster at num_draft_tokens=3")
+    assert "Does it pay?" in headings[1]
+
+
+def test_page_has_plots_tables_traces_and_both_colour_schemes(folder):
+    text = (folder / "report.html").read_text()
+    assert text.count("<svg") >= 6
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    assert 'class="accepted' in text
+    assert "the Treaty of Versailles" in text
+
+
+def test_model_text_cannot_break_out_of_the_page(folder):
+    text = (folder / "report.html").read_text()
+    assert "why <b>" not in text
+    assert text.count("</script>") == 2  # the data and the viewer; not the token that says it
+    data = re.search(r'id="traces">(.*?)</script>', text, re.DOTALL)[1]
+    assert json.loads(data)[0]["tokens"][0]["target"][1][0] == "</script>"
+
+
+def test_results_are_valid_json_and_read_back_equal(folder):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads((folder / "results.json").read_text(), parse_constant=refuse)
+    assert read_json(folder / "results.json", Results) == sample_results()
+
+
+def test_undefined_numbers_are_null_and_read_n_a(tmp_path):
+    results = sample_results()
+    nothing = replace(
+        acceptance("lookup", "held_out", 0.0, [0.0]),
+        acceptance_rate=Interval(float("nan")),
+        num_drafted=0,
+    )
+    results.acceptance = [nothing]
+    write_report(tmp_path, results, [], [])
+    stored = json.loads((tmp_path / "results.json").read_text())
+    assert stored["acceptance"][0]["acceptance_rate"]["value"] is None
+    reread = read_json(tmp_path / "results.json", Results)
+    assert "n/a" in render_markdown(reread)
+
+
+def test_withheld_speedups_are_called_withheld_everywhere(tmp_path):
+    results = sample_results()
+    results.speed = [withheld(s) for s in results.speed]
+    write_report(tmp_path, results, [], [])
+    table = speed_table(results)
+    assert {row[2].text for row in table.rows} == {"withheld"}
+    assert "withheld" in (tmp_path / "report.html").read_text()
+
+
+def test_markdown_has_the_verdict_and_the_tables(folder):
+    text = (folder / "report.md").read_text()
+    assert text.splitlines()[2].startswith("**1.31 x faster")
+    for title in ("Speed", "Acceptance at temperature 0", "Acceptance at temperature 1"):
+        assert f"## {title}" in text
+
+
+def test_every_failure_is_a_prefix_to_train_on(folder):
+    lines = (folder / "failures.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["token_ids"] == [5, 6, 7]
+
+
+def test_every_key_of_the_results_is_in_the_schema_document():
+    document = Path("docs/results-schema.md").read_text()
+    for key in to_json(sample_results()):
+        assert f"`{key}`" in document, key
+
+
+@pytest.mark.parametrize("top", [0.3, 0.99, 1.0, 1.7, 2.0, 9.0, 48.0, 130.0])
+def test_axis_ends_on_a_tick_above_the_data(top):
+    points = [Point(1, 0.0), Point(2, top)]
+    svg = line_chart("t", [Series("a", points, 0)], Axes("x", "y"))
+    ticks = [float(t) for t in re.findall(r'text-anchor="end">([\d.]+)</text>', svg)]
+    assert max(ticks) >= top
+    assert 3 <= len(ticks) <= 8
+
+
+def test_page_renders_in_a_browser(folder):
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    page = (folder / "report.html").as_uri()
+    command = [browser, *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert 'id="peek"' in done.stdout, "the viewer's script did not run"

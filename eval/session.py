@@ -1,0 +1,183 @@
+"""What `python -m eval` does with its settings: loads models and prompts, evaluates, prints."""
+
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from eval.config import EvalConfig
+from eval.records import read_json
+from eval.report_html import main_verdict
+from eval.report_tables import summary_table, texts
+from eval.results import Flag, Results
+from eval.run import PROMPTS_FILE, evaluate
+from eval.suites import Question, encode, read_questions
+from specdec_runtime.assets import MT_BENCH, fetch
+from specdec_runtime.draft import Drafter
+from specdec_runtime.formats import DrafterManifest, is_drafter_folder, read_manifest
+from specdec_runtime.loading import load_drafter, load_target
+from specdec_runtime.tokenizers import template_hash
+
+log = logging.getLogger(__name__)
+
+NOT_EXACT = 3  # exit code where speculative decoding did not return the target's text
+FETCHED = {"mt_bench": MT_BENCH}  # suites that arrive inside a package, by name
+
+
+def evaluate_from(config: EvalConfig) -> int:
+    """Run an evaluation and print its summary; the exit code."""
+    folder = output_folder(config)
+    specs = drafter_specs(config)
+    manifest = first_manifest(specs)
+    questions = load_questions(config)
+    target = load_target(
+        target_name(config, manifest),
+        dtype=config.target.dtype,
+        device=config.target.device,
+        engine=config.target.engine,
+    )
+    drafters: dict[str, Drafter | None] = {
+        name: load_drafter(spec, target, engine=config.target.engine)
+        for name, spec in specs.items()
+    }
+    options = manifest.template_options if manifest is not None else {}
+    prompts = encode(questions, target.tokenizer, options)
+    results = evaluate(
+        target,
+        drafters,
+        prompts,
+        config.evaluation,
+        folder=folder,
+        drafter_folders={name: spec for name, spec in specs.items() if Path(spec).exists()},
+        notes=template_notes(manifest, target.tokenizer),
+    )
+    print_summary(results, folder)
+    return 0 if all(certificate.passed for certificate in results.exactness) else NOT_EXACT
+
+
+def output_folder(config: EvalConfig) -> Path:
+    """Where the evaluation goes: a new folder, or one that holds an unfinished evaluation.
+
+    Raises:
+        ValueError: the folder holds a finished evaluation, or something else.
+    """
+    if config.output is None:
+        return Path("runs/eval") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    folder = Path(config.output)
+    if not folder.exists() or not any(folder.iterdir()):
+        return folder
+    results = folder / "results.json"
+    if not results.is_file() and not (folder / PROMPTS_FILE).is_file():
+        raise ValueError(f"output={folder} exists and holds no evaluation: choose another folder")
+    if results.is_file() and read_json(results, dict[str, Any])["complete"]:
+        raise ValueError(
+            f"output={folder} holds a finished evaluation: choose another folder or remove it"
+        )
+    return folder
+
+
+def drafter_specs(config: EvalConfig) -> dict[str, str]:
+    """{name in the report: folder, hub id or kind}; `none` is dropped, lookup comes last."""
+    specs: dict[str, str] = {}
+    for spec in [config.drafter, *config.drafters, *(["lookup"] if config.lookup else [])]:
+        if spec == "none" or spec in specs.values():
+            continue
+        specs[_unused_name(spec, specs)] = spec
+    if not specs:
+        raise ValueError("drafter=none and no other: name a drafter, or leave lookup=true")
+    return specs
+
+
+def _unused_name(spec: str, taken: Mapping[str, str]) -> str:
+    """A short name: the folder's own, or its run's where that is just `drafter`."""
+    parts = [part for part in Path(spec).parts if part not in ("/", "drafter", "..", ".")]
+    name = parts[-1] if parts else spec
+    number = 2
+    while name in taken:
+        name, number = f"{parts[-1] if parts else spec} ({number})", number + 1
+    return name
+
+
+def first_manifest(specs: Mapping[str, str]) -> DrafterManifest | None:
+    """The manifest of the first drafter that has one."""
+    for spec in specs.values():
+        if is_drafter_folder(spec):
+            return read_manifest(spec)
+    return None
+
+
+def target_name(config: EvalConfig, manifest: DrafterManifest | None) -> str:
+    """The target to load.
+
+    Raises:
+        ValueError: neither the settings nor a drafter folder name one.
+    """
+    if config.target.model is not None:
+        return config.target.model
+    if manifest is None or not manifest.target.name:
+        raise ValueError(
+            f"drafter={config.drafter} does not say which target it belongs to: give target=..."
+        )
+    return manifest.target.name
+
+
+def template_notes(manifest: DrafterManifest | None, tokenizer: Any) -> list[Flag]:
+    """A warning where prompts are rendered differently than when the drafter was trained."""
+    if manifest is None or not manifest.template_hash:
+        return []
+    if manifest.template_hash == template_hash(tokenizer):
+        return []
+    message = (
+        "the target's chat template is not the one that the drafter was trained with, which lowers "
+        "acceptance: train it again, or restore the template"
+    )
+    return [Flag("warning", "template_differs", message)]
+
+
+def load_questions(config: EvalConfig) -> list[Question]:
+    """Prompts: from the file given, else those beside the drafter, else the fetched suites."""
+    if config.prompts_file is not None:
+        path = Path(config.prompts_file)
+        return read_questions(path, suite=path.stem)
+    kept = Path(config.drafter).resolve().parent / "eval" / PROMPTS_FILE
+    if Path(config.drafter).exists() and kept.is_file():
+        log.info("prompts: those of the drafter's own run, %s", kept)
+        return read_questions(kept)
+    unknown = sorted(set(config.suites) - set(FETCHED))
+    if unknown or not config.suites:
+        raise ValueError(
+            f"suites={config.suites}: expected one or more of {', '.join(FETCHED)}, "
+            "or give prompts=FILE.jsonl"
+        )
+    questions = []
+    for name in config.suites:
+        questions += read_questions(fetch(FETCHED[name]), suite=name)
+    return questions
+
+
+def print_summary(results: Results, folder: Path) -> None:
+    """The verdict and a table on the terminal."""
+    console = Console()
+    verdict = main_verdict(results)
+    if verdict is not None:
+        console.print(f"\n[bold]{verdict.sentence}[/bold]", highlight=False)
+    for flag in results.flags:
+        if flag.level != "note":
+            console.print(f"{flag.level}: {flag.message}", highlight=False, markup=False)
+    console.print(terminal_table(results))
+    console.print(f"report: {folder / 'report.html'}", highlight=False, soft_wrap=True)
+
+
+def terminal_table(results: Results) -> RichTable:
+    """The summary as a table for the terminal; training prints it too."""
+    summary = summary_table(results)
+    table = RichTable(box=None, pad_edge=False)
+    for index, column in enumerate(summary.columns):
+        table.add_column(column, justify="left" if index in summary.text_columns else "right")
+    for row in summary.rows:
+        table.add_row(*texts(row))
+    return table

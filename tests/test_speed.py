@@ -1,0 +1,185 @@
+"""Speed: ratios of what was timed, without clipping; fair to both sides; within its time limit."""
+
+import pytest
+
+from eval.acceptance import measure_acceptance
+from eval.budget import Amounts, describe, estimate, fit_prompts, total
+from eval.config import EvaluationConfig
+from eval.costs import fit_line, measure_costs, run_lengths, time_passes
+from eval.progress import silent_stage
+from eval.reference import Reference, find_baseline, own_decoder, plain_decoders
+from eval.speed import (
+    Plan,
+    Timing,
+    fit_to_time,
+    speculative_decode,
+    speed_result,
+    spread,
+    time_interleaved,
+)
+from eval.suites import EvalPrompt
+from eval.timing import time_suite
+from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_runtime.hf_model import HFModel
+from specdec_runtime.stats import AcceptanceStats
+from specdec_runtime.target import as_target
+from tests.conftest import tiny_llama
+
+PROMPTS = [[1, *range(5 + i, 12 + 2 * i)] for i in range(3)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return as_target(tiny_llama(0))
+
+
+def timings(seconds: list[list[float]], tokens: int = 10) -> list[list[Timing]]:
+    """[repeat][prompt] timings of made-up clocks; a tenth of each is prefill."""
+    return [
+        [Timing(s, 0.1 * s, 0.1 * s, [5] * tokens, AcceptanceStats(num_rounds=5)) for s in repeat]
+        for repeat in seconds
+    ]
+
+
+def compare(plain, fast):
+    return speed_result(plain, fast, drafter="d", suite="s", num_draft_tokens=3, num_resamples=100)
+
+
+def test_speedup_is_the_ratio_of_summed_medians():
+    plain = timings([[1.0, 3.0], [1.0, 3.0], [9.0, 3.0]])  # one disturbed repeat
+    fast = timings([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    result = compare(plain, fast)
+    assert result.speedup.value == pytest.approx(4.0 / 2.0)
+    assert result.mean_prompt_speedup == pytest.approx((1.0 + 3.0) / 2)
+    assert result.speedup.low <= result.speedup.value <= result.speedup.high
+
+
+def test_useless_drafter_is_reported_below_one():
+    result = compare(timings([[1.0, 1.0]]), timings([[1.6, 1.5]]))
+    assert result.speedup.value == pytest.approx(2.0 / 3.1)
+    assert result.speedup.high < 1.0
+
+
+def test_different_token_counts_are_compared_per_token():
+    result = compare(timings([[2.0, 2.0]], tokens=20), timings([[1.0, 1.0]], tokens=10))
+    assert result.speedup.value == pytest.approx(1.0)
+
+
+def test_spread_is_relative_to_the_median_repeat():
+    assert spread(timings([[1.0], [1.2], [1.1]])) == pytest.approx(0.2 / 1.1)
+
+
+def test_time_limit_shrinks_repeats_first_and_prompts_then():
+    assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=100) == Plan(6, 3)
+    assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=12) == Plan(6, 2)
+    assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=8) == Plan(4, 2)
+    assert fit_to_time(9.0, num_prompts=6, num_repeats=3, limit_s=1) == Plan(2, 2)
+
+
+def test_every_decoder_decodes_every_prompt_in_every_repeat_in_rotating_order():
+    calls = []
+
+    def decoder(name):
+        def decode(prompt, max_new_tokens):
+            calls.append(name)
+            return Timing(1.0, 0.1, 0.1, [1])
+
+        return decode
+
+    names = {"a": decoder("a"), "b": decoder("b")}
+    found = time_interleaved(names, PROMPTS, max_new_tokens=4, num_repeats=2)
+    assert [len(repeat) for repeat in found["a"]] == [3, 3]
+    warm_up, timed = calls[:2], calls[2:]
+    assert warm_up == ["a", "b"]
+    assert timed[:4] == ["a", "b", "b", "a"]
+    assert timed.count("a") == timed.count("b") == 6
+
+
+def test_target_against_itself_undrafted_is_about_one(target):
+    plain = speculative_decode(target, None, 0)
+    found = time_interleaved({"a": plain, "b": plain}, PROMPTS, max_new_tokens=12, num_repeats=5)
+    result = compare(found["a"], found["b"])
+    # Medians of five interleaved repeats of 10 ms on a busy machine.
+    assert result.speedup.value == pytest.approx(1.0, abs=0.35)
+    assert result.acceptance_length == pytest.approx(1.0)
+
+
+def test_timed_texts_are_the_plain_texts(target):
+    drafters = {"useless": CausalLMDrafter(HFModel(tiny_llama(1))), "lookup": PromptLookupDrafter()}
+    config = EvaluationConfig(max_new_tokens=8, speed_repeats=1, num_resamples=100)
+    timing = time_suite(
+        target,
+        drafters,
+        {"useless": [2, 1], "lookup": [3]},
+        [EvalPrompt(str(i), ids) for i, ids in enumerate(PROMPTS)],
+        suite="s",
+        config=config,
+        plain=speculative_decode(target, None, 0),
+        limit_s=60.0,
+        stage=silent_stage,
+    )
+    found = [(s.drafter, s.num_draft_tokens) for s in timing.speeds]
+    assert found == [("useless", 2), ("useless", 1), ("lookup", 3)]
+    plain = measure_acceptance(target, None, PROMPTS, num_draft_tokens=0, max_new_tokens=8)
+    assert all(texts.token_ids == plain.token_ids for texts in timing.texts)
+
+
+def test_costs_are_positive_and_plain_decoding_costs_one(target):
+    passes = time_passes(target.model, PROMPTS[0], max_draft_tokens=3)
+    assert len(passes) == 4
+    assert min(passes) > 0
+    drafter = CausalLMDrafter(HFModel(tiny_llama(1, num_layers=1)))
+    result = measure_costs(target, drafter, PROMPTS[0], name="d", max_draft_tokens=3, pass_s=passes)
+    assert result.costs.verify[0] == 1.0
+    assert result.costs.max_draft_tokens == 3
+    assert 0 < result.costs.draft_cost < 3
+    assert result.costs.overhead >= result.draft_start_s / result.costs.target_s
+
+
+def test_costs_of_a_faster_baseline_are_stated_against_that_one(target):
+    passes = time_passes(target.model, PROMPTS[0], max_draft_tokens=1)
+    result = measure_costs(
+        target,
+        PromptLookupDrafter(),
+        PROMPTS[0],
+        name="d",
+        max_draft_tokens=1,
+        pass_s=passes,
+        plain_token_s=1e-9,
+    )
+    assert result.costs.plain_overhead == pytest.approx(-1.0, abs=1e-3)
+
+
+def test_line_through_drafting_times():
+    assert fit_line({1: 3.0, 2: 5.0, 4: 9.0}) == pytest.approx((1.0, 2.0))
+    assert fit_line({3: 6.0}) == pytest.approx((0.0, 2.0))
+    assert fit_line({}) == (0.0, 0.0)
+    assert fit_line({1: 2.0, 2: 2.0, 4: 2.0}) == pytest.approx((2.0, 0.0))
+    assert run_lengths(6) == [0, 1, 2, 4, 6]
+
+
+def test_fastest_plain_decoder_is_the_baseline(target):
+    reference = Reference(target)
+    assert set(plain_decoders(target, reference)) == {
+        own_decoder(target),
+        "transformers generate, float32",
+    }
+    found = find_baseline(target, reference, PROMPTS[:1], max_new_tokens=6)
+    used = [candidate for candidate in found if candidate.used]
+    assert len(used) == 1
+    assert used[0].tokens_per_s == max(candidate.tokens_per_s for candidate in found)
+
+
+def test_fewer_prompts_are_decoded_where_a_pass_is_slow():
+    config = EvaluationConfig(time_limit_s=100.0)
+    amounts = Amounts(
+        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=2, num_temperatures=2
+    )
+    fast, slow = [0.001] * 9, [0.2] * 9
+    assert fit_prompts(fast, amounts, config) == amounts
+    fewer = fit_prompts(slow, amounts, config)
+    assert 4 <= fewer.num_prompts < 24
+    parts = estimate(slow, fewer, config)
+    assert "plain greedy texts" in describe(parts)
+    assert total(parts) == pytest.approx(sum(part.seconds for part in parts))
