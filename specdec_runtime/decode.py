@@ -14,35 +14,26 @@ Shapes: b rows still running, K positions of the round's longest draft, V vocabu
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
 
-from specdec_runtime.draft import Draft, Drafter, DraftSession, no_draft
-from specdec_runtime.draft_length import DraftLength, LengthRound, as_draft_length
-from specdec_runtime.model import CausalModel, ModelOutput
+from specdec_runtime.draft import Draft, Drafter, DraftSession, TargetSharing, no_draft
+from specdec_runtime.draft_length import DraftLength
+from specdec_runtime.model import CausalModel
+from specdec_runtime.planning import DraftPlan, as_draft_plan
 from specdec_runtime.request import Request, check_request
 from specdec_runtime.results import Chunk, Generation, Round
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.stopping import Ending
 from specdec_runtime.target import Target, as_target
-from specdec_runtime.verification import (
-    Verification,
-    verify_block,
-    verify_greedy,
-    verify_speculative,
-)
+from specdec_runtime.tree_growth import TreeShape
+from specdec_runtime.verifier import Rule, Verdict, Verifier
 
-
-class Rule(Enum):
-    """How sampled drafts are verified; greedy rows are compared, whatever the rule."""
-
-    speculative = "speculative"  # token by token
-    block = "block"  # the whole chain at once: never fewer tokens in expectation
+__all__ = ["Rule", "SpeculativeDecoder"]
 
 
 class SpeculativeDecoder:
@@ -51,8 +42,9 @@ class SpeculativeDecoder:
     Args:
         target: a `Target`, a `CausalModel`, or a loaded transformers model.
         drafter: anything with the `Drafter` protocol; None decodes plainly.
-        num_draft_tokens: tokens drafted a round, or a policy from draft_length.py.
-        rule: verification of sampled rows.
+        num_draft_tokens: tokens drafted a round, a policy from draft_length.py, or the shape of
+            a token tree from tree_growth.py.
+        rule: verification of sampled chains.
 
     Raises:
         ValueError: num_draft_tokens below 0.
@@ -63,12 +55,12 @@ class SpeculativeDecoder:
         target: Target | CausalModel | PreTrainedModel,
         drafter: Drafter | None = None,
         *,
-        num_draft_tokens: int | DraftLength = 3,
+        num_draft_tokens: int | DraftLength | TreeShape = 3,
         rule: Rule | str = Rule.block,
     ) -> None:
         self.target = as_target(target)
         self.drafter = drafter
-        self.draft_length = as_draft_length(num_draft_tokens)
+        self.plan = as_draft_plan(num_draft_tokens)
         self.rule = Rule(rule)
 
     def generate(
@@ -177,33 +169,42 @@ class _Decoding:
     ) -> None:
         self.started = time.perf_counter()
         self.target = decoder.target
-        self.model = decoder.target.model
-        self.rule = decoder.rule
-        self.policy = decoder.draft_length
         self.rows = [_Row(index, request) for index in range(len(request.prompts))]
         self.active = list(self.rows)
-        batch_size = len(self.rows)
+        self.rounds: list[Round] = []
+        self.prefill_s = 0.0
+        self.features: dict[int, Tensor] = {}  # what the target saw since the last draft
+        batch_size, model = len(self.rows), decoder.target.model
         self.sampler = Sampler(
             request.settings,
             batch_size=batch_size,
             prompt_lengths=[row.prompt_length for row in self.rows],
             eos_token_ids=request.eos_token_ids,
             real_vocab_size=self.target.real_vocab_size,
-            device=self.model.device,
+            device=model.device,
             seed=seed,
         )
+        most = decoder.plan.most
         # A drafter that runs ahead in a batch needs room past the longest row's end.
-        capacity = max(row.end.max_length for row in self.rows) + self.policy.num_draft_tokens + 1
-        self.cache = self.model.new_cache(batch_size, capacity)
-        self.lengths = self.policy.begin(batch_size)
+        capacity = max(row.end.max_length for row in self.rows) + most + 1
+        self.cache = model.new_cache(batch_size, capacity)
+        self.plan: DraftPlan | None = None
         self.session: DraftSession | None = None
-        self.hidden_layers: tuple[int, ...] = ()
-        if decoder.drafter is not None and self.policy.num_draft_tokens > 0:
+        hidden_layers: tuple[int, ...] = ()
+        if decoder.drafter is not None and most > 0:
             self.session = decoder.drafter.begin(batch_size, capacity, self.sampler)
-            self.hidden_layers = decoder.drafter.hidden_layers
-        self.features: dict[int, Tensor] = {}  # what the target saw since the last draft
-        self.rounds: list[Round] = []
-        self.prefill_s = 0.0
+            self.plan = decoder.plan.begin(batch_size, self.session)
+            hidden_layers = decoder.drafter.hidden_layers
+            if isinstance(self.session, TargetSharing):
+                self.session.share(self.cache)
+        self.verifier = Verifier(
+            model,
+            self.cache,
+            self.sampler,
+            rule=decoder.rule,
+            most=most,
+            hidden_layers=hidden_layers,
+        )
 
     def chunks(self) -> Iterator[Chunk]:
         yield from self.prefill()
@@ -213,23 +214,9 @@ class _Decoding:
     @torch.inference_mode()
     def prefill(self) -> list[Chunk]:
         """Read the prompts; the first new token of every row."""
-        prompts = [row.tokens for row in self.active]
-        width = max(map(len, prompts))
-        padded = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
-        output = self.model.forward(
-            padded,
-            self.cache,
-            num_new=torch.tensor([len(prompt) for prompt in prompts]),
-            last_only=True,
-            hidden_layers=self.hidden_layers,
-        )
-        self.features = output.hidden
-        verdict = self.judge(no_draft(len(self.active)), output)
-        next_tokens = verdict.next_token_ids.tolist()  # waits for the device
-        chunks = [
-            row.extend([], token, 0) for row, token in zip(self.active, next_tokens, strict=True)
-        ]
-        self.drop_finished()
+        rows = [row.index for row in self.active]
+        verdict = self.verifier.prefill(rows, [row.tokens for row in self.active])
+        chunks = self.keep(verdict)
         self.prefill_s = time.perf_counter() - self.started
         return chunks
 
@@ -239,35 +226,25 @@ class _Decoding:
         start = time.perf_counter()
         rows = [row.index for row in self.active]
         limits = [row.limit for row in self.active]
-        lengths = LengthRound(
-            self.lengths, rows, limits, needs_confidence=self.policy.needs_confidence
-        )
-        draft = self.draft(rows, lengths)
+        committed = [row.tokens for row in self.active]
+        draft = self.draft(rows, committed, limits)
         drafted = time.perf_counter()
-        output = self.verify_pass(rows, draft)
-        verdict = self.judge(draft, output)
-        kept, num_accepted, next_tokens = _to_host(draft, verdict)
+        verdict = self.verifier.verify(rows, committed, draft)
         verified = time.perf_counter()
-        num_drafted = draft.num_drafted.tolist()
-        chunks = []
-        for i, row in enumerate(self.active):
-            chunk = row.extend(kept[i][: num_accepted[i]], next_tokens[i], num_drafted[i])
-            # An end on an accepted token leaves the drafts behind it unjudged (stats.py).
-            is_cut = len(chunk.token_ids) <= num_accepted[i]
-            row.stats.add_round(
-                chunk.num_accepted if is_cut else num_drafted[i], chunk.num_accepted
-            )
-            chunks.append(chunk)
-        self.features = output.hidden
-        self.roll_back(rows)
-        lengths.finish(num_accepted)
-        self.drop_finished()
+        counted = list(zip(self.active, verdict.num_drafted, strict=True))
+        chunks = self.keep(verdict)
+        for chunk, (row, num_drafted) in zip(chunks, counted, strict=True):
+            row.stats.add_round(_judged(chunk, num_drafted), chunk.num_accepted)
+        self.roll_back(rows, committed)
+        if self.plan is not None:
+            self.plan.learn([len(kept) for kept in verdict.kept])
         self.rounds.append(
             Round(
                 rows=rows,
                 limits=limits,
-                drafted=num_drafted,
+                drafted=verdict.num_drafted,
                 accepted=[chunk.num_accepted for chunk in chunks],
+                submitted=draft.num_drafted.tolist(),
                 draft_s=drafted - start,
                 verify_s=verified - drafted,
                 other_s=time.perf_counter() - verified,
@@ -275,75 +252,31 @@ class _Decoding:
         )
         return chunks
 
-    def draft(self, rows: list[int], lengths: LengthRound) -> Draft:
-        if self.session is None:
+    def draft(self, rows: list[int], committed: list[list[int]], limits: list[int]) -> Draft:
+        if self.plan is None:
             return no_draft(len(rows))
-        committed = [row.tokens for row in self.active]
-        return self.session.propose(rows, committed, lengths, self.features)
+        return self.plan.propose(rows, committed, limits, self.features)
 
-    def verify_pass(self, rows: list[int], draft: Draft) -> ModelOutput:
-        """The target over the pending token and the drafts: logits [b, K + 1, V]."""
-        pending = torch.tensor([[row.tokens[-1]] for row in self.active])
-        token_ids = pending
-        if draft.token_ids.shape[1]:
-            token_ids = torch.cat([pending.to(draft.token_ids.device), draft.token_ids], dim=1)
-        return self.model.forward(
-            token_ids,
-            self.cache,
-            num_new=draft.num_drafted + 1,
-            rows=rows,
-            hidden_layers=self.hidden_layers,
-        )
-
-    def judge(self, draft: Draft, output: ModelOutput) -> Verification:
-        """What the rule keeps of `draft` and the token that follows, for every running row."""
-        logits = output.logits
-        assert logits is not None
-        num_rows, width, _ = logits.shape  # width = K + 1
-        device = logits.device
-        rows = [row.index for row in self.active for _ in range(width)]
-        histories = self.histories(draft, width) if self.sampler.needs_history else None
-        draft_ids = draft.token_ids.to(device)
-        num_drafted = draft.num_drafted.to(device)
-        if self.sampler.all_greedy:
-            choices = self.sampler.argmax(logits.flatten(0, 1), rows, histories)
-            return verify_greedy(draft_ids, choices.view(num_rows, width), num_drafted)
-        probs = self.sampler.probs(logits.flatten(0, 1), rows, histories)
-        # The same amount of noise a round for every row, so that a row's text does not depend on
-        # how much the others drafted.
-        most = self.policy.num_draft_tokens
-        noise = self.sampler.verify_uniforms([row.index for row in self.active], most + 1)
-        noise = torch.cat([noise[:, : width - 1], noise[:, -1:]], dim=1).to(device)
-        verify = verify_block if self.rule is Rule.block else verify_speculative
-        return verify(
-            draft_ids,
-            None if draft.probs is None else draft.probs.to(device),
-            probs.view(num_rows, width, -1),
-            num_drafted,
-            noise,
-        )
-
-    def histories(self, draft: Draft, width: int) -> list[list[int]]:
-        """The tokens in front of every position of the pass, row by row."""
-        drafted = draft.token_ids.tolist()
-        return [
-            [*row.tokens, *drafted[i][:position]]
-            for i, row in enumerate(self.active)
-            for position in range(width)
+    def keep(self, verdict: Verdict) -> list[Chunk]:
+        """Append what was kept to every row; rows that ended take no further part."""
+        chunks = [
+            row.extend(kept, next_token, num_drafted)
+            for row, kept, next_token, num_drafted in zip(
+                self.active, verdict.kept, verdict.next_tokens, verdict.num_drafted, strict=True
+            )
         ]
-
-    def roll_back(self, rows: list[int]) -> None:
-        """Both caches forget the refused drafts; the pending token has not been seen yet."""
-        committed = [row.tokens for row in self.active]
-        self.cache.truncate([len(tokens) - 1 for tokens in committed], rows)
-        if self.session is not None:
-            self.session.commit(rows, committed)
-
-    def drop_finished(self) -> None:
         going_on = [i for i, row in enumerate(self.active) if row.ending is None]
+        self.features = verdict.features
         if len(going_on) < len(self.active):
             self.features = {k: hidden[going_on] for k, hidden in self.features.items()}
             self.active = [self.active[i] for i in going_on]
+        return chunks
+
+    def roll_back(self, rows: list[int], committed: list[list[int]]) -> None:
+        """Both caches forget what was refused; the pending token has not been seen yet."""
+        self.cache.truncate([len(tokens) - 1 for tokens in committed], rows)
+        if self.session is not None:
+            self.session.commit(rows, committed)
 
     def result(self) -> Generation:
         for row in self.rows:
@@ -361,9 +294,7 @@ class _Decoding:
         )
 
 
-def _to_host(draft: Draft, verdict: Verification) -> tuple[list[list[int]], list[int], list[int]]:
-    """Drafted ids, accepted counts and next tokens, in one transfer."""
-    device = verdict.next_token_ids.device
-    columns = [verdict.num_accepted[:, None], verdict.next_token_ids[:, None]]
-    table = torch.cat([*columns, draft.token_ids.to(device)], dim=1).tolist()
-    return [line[2:] for line in table], [line[0] for line in table], [line[1] for line in table]
+def _judged(chunk: Chunk, num_drafted: int) -> int:
+    """Drafted tokens that count: an end on an accepted one leaves those behind it out (stats.py)."""
+    ended_on_accepted = len(chunk.token_ids) == chunk.num_accepted
+    return chunk.num_accepted if ended_on_accepted else num_drafted

@@ -8,13 +8,16 @@ vocabulary, D hidden size of the target.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.model import Cache
 from specdec_runtime.sampling import Sampler
+from specdec_runtime.tree_growth import TreeShape
+from specdec_runtime.trees import DraftTree
 
 
 class Draft(NamedTuple):
@@ -27,6 +30,9 @@ class Draft(NamedTuple):
     # and the drafts, [b, K + 1, D], already in the target's cache; verification starts from it.
     exit_layer: int | None = None
     exit_hidden: Tensor | None = None
+    # A token tree: token_ids are its nodes, and probs [b, K + 1, V] what the children of the
+    # pending token and of each node were drawn from.
+    tree: DraftTree | None = None
 
 
 class DraftSession(Protocol):
@@ -55,6 +61,29 @@ class DraftSession(Protocol):
 
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         """Forget what was drafted past `committed` (same form as in `propose`)."""
+
+
+@runtime_checkable
+class TreeSession(DraftSession, Protocol):
+    """A session that can also draft token trees."""
+
+    def propose_trees(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        limits: list[int],
+        shape: TreeShape,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        """One tree a row, at most limits[i] levels deep; otherwise as `propose`."""
+
+
+@runtime_checkable
+class TargetSharing(Protocol):
+    """A session that runs on the target's own cache (self-speculation)."""
+
+    def share(self, cache: Cache) -> None:
+        """Take the target's cache of this batch; called once, in front of the prefill."""
 
 
 class Drafter(Protocol):

@@ -83,6 +83,22 @@ class LengthRound:
         self._stopped = [False] * len(rows)
         self._awaited: list[int] = []
 
+    def part(self) -> "LengthRound":
+        """The same round for one of several drafters that share it; see drafters/composite.py.
+
+        What the part is told counts for the round; what it has drafted it counts itself. Each
+        member may be drafted for by one part only.
+        """
+        part = LengthRound(
+            self._session, self._rows, self._limits, needs_confidence=self.needs_confidence
+        )
+        part._confidences = self._confidences
+        return part
+
+    def limit(self, member: int) -> int:
+        """The most tokens this row can be asked for."""
+        return self._limits[member]
+
     def cap(self, member: int, available: int) -> None:
         """Draft at most `available` tokens for this row: what a lookup found, before any is drawn."""
         assert not self.num_drafted[member], "a cap after a draw could depend on the token drawn"

@@ -37,8 +37,9 @@ class Round:
 
     rows: list[int]
     limits: list[int]  # most tokens that could be drafted
-    drafted: list[int]  # as submitted to the target
+    drafted: list[int]  # longest drafted path; of a chain: its length
     accepted: list[int]  # as returned
+    submitted: list[int]  # drafted tokens in the target pass; of a tree: its nodes
     draft_s: float
     verify_s: float
     other_s: float

@@ -15,11 +15,12 @@ import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 ROOT = -1  # the pending token, as a parent
 
 
+@runtime_checkable
 class TreeShape(Protocol):
     """A setting: how trees grow. It holds no state of any tree."""
 

@@ -9,12 +9,13 @@ reduced head.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from specdec_runtime.chain import draft_chain
 from specdec_runtime.draft import Draft, no_draft
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine, make_model
@@ -23,6 +24,9 @@ from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 from specdec_runtime.tokenizers import check_same_tokenizer
+from specdec_runtime.tree_drafting import draft_trees, tree_inputs
+from specdec_runtime.tree_growth import TreeShape
+from specdec_runtime.trees import DraftTree
 
 
 class CausalLMDrafter:
@@ -140,7 +144,42 @@ class CausalLMSession:
             lengths.cap(member, self._max_positions - len(tokens) + 1)
         if self._can_chain(lengths):
             return self._greedy_chain(rows, committed, lengths)
-        return self._step_by_step(rows, committed, lengths)
+
+        def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
+            if tokens is None:
+                return self._feed(*self._unseen(members, rows, committed), members, rows)
+            return self._feed(tokens[:, None], None, members, rows)
+
+        return draft_chain(
+            rows,
+            committed,
+            lengths,
+            sampler=self._sampler,
+            next_logits=next_logits,
+            temperature=self._temperature,
+        )
+
+    def propose_trees(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        limits: list[int],
+        shape: TreeShape,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        def tree_logits(members: list[int], tree: DraftTree) -> Tensor:
+            return self._feed_trees(members, rows, committed, tree)
+
+        room = [self._max_positions - len(tokens) + 1 for tokens in committed]
+        return draft_trees(
+            rows,
+            committed,
+            [min(limit, most) for limit, most in zip(limits, room, strict=True)],
+            shape=shape,
+            sampler=self._sampler,
+            tree_logits=tree_logits,
+            temperature=self._temperature,
+        )
 
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         self.cache.truncate([len(tokens) - 1 for tokens in committed], rows)
@@ -174,52 +213,46 @@ class CausalLMSession:
         drafted[active] = chain
         return Draft(drafted, torch.tensor(lengths.num_drafted))
 
-    def _step_by_step(
-        self, rows: list[int], committed: list[list[int]], lengths: LengthRound
-    ) -> Draft:
-        """One pass a token over the rows that still draft."""
-        members = lengths.ask()
-        if not members:
-            return no_draft(len(rows))
-        histories = [list(tokens) for tokens in committed] if self._sampler.needs_history else None
-        num_new: Tensor | None
-        token_ids, num_new = self._unseen(members, rows, committed)
-        steps = []
-        while members:
-            batch = [rows[member] for member in members]
-            context = None if histories is None else [histories[member] for member in members]
-            logits = self._next_logits(token_ids, num_new, batch)
-            step = self._draw(logits, members, batch, context)
-            steps.append(step)
-            lengths.tell(_confidences(logits, step.tokens) if lengths.needs_confidence else None)
-            if context is not None:
-                for history, token in zip(context, step.tokens.tolist(), strict=True):
-                    history.append(token)
-            members = lengths.ask()
-            going_on = [step.members.index(member) for member in members]
-            token_ids, num_new = step.tokens[going_on, None], None
-        return _assemble(steps, len(rows), lengths.num_drafted)
-
-    def _next_logits(self, token_ids: Tensor, num_new: Tensor | None, batch: list[int]) -> Tensor:
-        """[N, V] over the target's vocabulary, after feeding `token_ids`."""
+    def _feed(
+        self, token_ids: Tensor, num_new: Tensor | None, members: list[int], rows: list[int]
+    ) -> Tensor:
+        """[n, V] logits after the last token of each member."""
+        batch = [rows[member] for member in members]
         output = self._model.forward(
             token_ids, self.cache, num_new=num_new, rows=batch, last_only=True
         )
         assert output.logits is not None
         return self._vocab.to_target(output.logits[:, 0])
 
-    def _draw(
-        self,
-        logits: Tensor,
-        members: list[int],
-        batch: list[int],
-        context: list[list[int]] | None,
-    ) -> "_Step":
-        """The next token of each member from [N, V] logits, with the distribution it came from."""
-        if self._sampler.all_greedy:
-            return _Step(members, self._sampler.argmax(logits, batch, context), None)
-        probs = self._sampler.probs(logits, batch, context, temperature=self._temperature)
-        return _Step(members, self._sampler.draw(probs, batch), probs)
+    def _feed_trees(
+        self, members: list[int], rows: list[int], committed: list[list[int]], tree: DraftTree
+    ) -> Tensor:
+        """[n, N + 1, V] logits after the pending token and every node; the cache forgets both."""
+        self._catch_up(members, rows, committed)
+        batch = [rows[member] for member in members]
+        inputs = tree_inputs([committed[member][-1] for member in members], tree)
+        starts = self.cache.lengths[batch]
+        output = self._model.forward(
+            inputs.token_ids,
+            self.cache,
+            num_new=inputs.num_new,
+            rows=batch,
+            positions=starts[:, None] + inputs.depths.cpu(),
+            visible=inputs.visible,
+        )
+        self.cache.truncate(starts, batch)
+        assert output.logits is not None
+        logits = self._vocab.to_target(output.logits.flatten(0, 1))
+        return logits.view(*output.logits.shape[:2], -1)
+
+    def _catch_up(self, members: list[int], rows: list[int], committed: list[list[int]]) -> None:
+        """Bring everything but the pending token into the cache."""
+        seen = self.cache.lengths.tolist()
+        behind = [i for i in members if len(committed[i]) - 1 > seen[rows[i]]]
+        if behind:
+            token_ids, num_new = self._unseen(behind, rows, [tokens[:-1] for tokens in committed])
+            batch = [rows[member] for member in behind]
+            self._model.forward(token_ids, self.cache, num_new=num_new, rows=batch, logits=False)
 
     def _unseen(
         self, members: list[int], rows: list[int], committed: list[list[int]]
@@ -230,14 +263,6 @@ class CausalLMSession:
         width = max(map(len, unseen))
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in unseen]
         return torch.tensor(padded), torch.tensor([len(tokens) for tokens in unseen])
-
-
-class _Step(NamedTuple):
-    """One drafted token of each of the members that drafted at this step."""
-
-    members: list[int]
-    tokens: Tensor  # [N] int64
-    probs: Tensor | None  # [N, V]
 
 
 class _DraftVocabulary:
@@ -260,22 +285,3 @@ class _DraftVocabulary:
             )
         full = logits.new_full((len(logits), self._vocab_size), float("-inf"))
         return full.index_copy_(1, self._ids, logits)
-
-
-def _confidences(logits: Tensor, tokens: Tensor) -> list[float]:
-    """The drafter's probability of each token drawn, at temperature 1; waits for the device."""
-    return logits.softmax(-1).gather(1, tokens[:, None]).squeeze(1).tolist()
-
-
-def _assemble(steps: list[_Step], num_rows: int, num_drafted: list[int]) -> Draft:
-    """The steps side by side, as one draft of all rows."""
-    token_ids = steps[0].tokens.new_zeros(num_rows, len(steps))
-    for position, step in enumerate(steps):
-        token_ids[step.members, position] = step.tokens
-    if steps[0].probs is None:
-        return Draft(token_ids, torch.tensor(num_drafted))
-    probs = steps[0].probs.new_zeros(num_rows, len(steps), steps[0].probs.shape[-1])
-    for position, step in enumerate(steps):
-        assert step.probs is not None
-        probs[step.members, position] = step.probs
-    return Draft(token_ids, torch.tensor(num_drafted), probs)

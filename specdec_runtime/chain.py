@@ -1,0 +1,94 @@
+"""Drafting a chain one token at a time with any model: what the model-based drafters share.
+
+Shapes: b rows, n of them drafting at a step, K steps, V the target's real vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_runtime.draft import Draft, no_draft
+from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.sampling import Sampler
+
+# (members, tokens) -> [n, V] logits: feeds `tokens` [n] (None at the first step: whatever the
+# model has not seen of those members) and scores what follows.
+NextLogits = Callable[[list[int], Tensor | None], Tensor]
+
+
+class _Step(NamedTuple):
+    """One drafted token of each of the members that drafted at this step."""
+
+    members: list[int]
+    tokens: Tensor  # [n] int64
+    probs: Tensor | None  # [n, V]
+
+
+def draft_chain(
+    rows: list[int],
+    committed: list[list[int]],
+    lengths: LengthRound,
+    *,
+    sampler: Sampler,
+    next_logits: NextLogits,
+    temperature: float | None = None,
+) -> Draft:
+    """Draft for each row as many tokens as `lengths` asks for.
+
+    Args:
+        rows: batch rows; a member is an index into them.
+        committed: all final tokens of each.
+        temperature: see `Sampler.probs`.
+    """
+    histories = [list(tokens) for tokens in committed] if sampler.needs_history else None
+    steps: list[_Step] = []
+    tokens = None
+    while members := lengths.ask():
+        if steps:
+            places = {member: place for place, member in enumerate(steps[-1].members)}
+            tokens = steps[-1].tokens[[places[member] for member in members]]
+        logits = next_logits(members, tokens)
+        context = None if histories is None else [histories[member] for member in members]
+        step = _draw(sampler, logits, members, [rows[i] for i in members], context, temperature)
+        steps.append(step)
+        lengths.tell(_confidences(logits, step.tokens) if lengths.needs_confidence else None)
+        if context is not None:
+            for history, token in zip(context, step.tokens.tolist(), strict=True):
+                history.append(token)
+    return _assemble(steps, len(rows), lengths.num_drafted) if steps else no_draft(len(rows))
+
+
+def _draw(
+    sampler: Sampler,
+    logits: Tensor,
+    members: list[int],
+    batch: list[int],
+    context: list[list[int]] | None,
+    temperature: float | None,
+) -> _Step:
+    """The next token of each member, with the very distribution it came from."""
+    if sampler.all_greedy:
+        return _Step(members, sampler.argmax(logits, batch, context), None)
+    probs = sampler.probs(logits, batch, context, temperature=temperature)
+    return _Step(members, sampler.draw(probs, batch), probs)
+
+
+def _confidences(logits: Tensor, tokens: Tensor) -> list[float]:
+    """The drafter's probability of each token drawn, at temperature 1; waits for the device."""
+    return logits.softmax(-1).gather(1, tokens[:, None]).squeeze(1).tolist()
+
+
+def _assemble(steps: list[_Step], num_rows: int, num_drafted: list[int]) -> Draft:
+    """The steps side by side, as one draft of all rows."""
+    token_ids = steps[0].tokens.new_zeros(num_rows, len(steps))
+    for position, step in enumerate(steps):
+        token_ids[step.members, position] = step.tokens
+    if steps[0].probs is None:
+        return Draft(token_ids, torch.tensor(num_drafted))
+    probs = steps[0].probs.new_zeros(num_rows, len(steps), steps[0].probs.shape[-1])
+    for position, step in enumerate(steps):
+        assert step.probs is not None
+        probs[step.members, position] = step.probs
+    return Draft(token_ids, torch.tensor(num_drafted), probs)

@@ -1,0 +1,107 @@
+"""Lookup first, the model otherwise: each row takes the cheapest source that has something to say.
+
+Where the text repeats itself, lookup drafts for free and its drafts are long; elsewhere the model
+drafts. The choice depends on committed tokens only, so the output law is untouched.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_runtime.draft import Draft, Drafter, DraftSession
+from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.drafters.causal_lm import load as load_causal_lm
+from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
+from specdec_runtime.engines import Engine
+from specdec_runtime.sampling import Sampler
+from specdec_runtime.target import Target
+
+
+class CompositeDrafter:
+    """Asks `lookup` for every row, and `model` for the rows where it found nothing.
+
+    Args:
+        lookup: a drafter that costs nothing, strict enough that what it finds is likely.
+        model: a drafter for everything else.
+
+    Raises:
+        ValueError: for a model that drafts on the target's own cache, which has to see every row
+            of every round.
+    """
+
+    def __init__(self, lookup: Drafter, model: Drafter) -> None:
+        self.lookup = lookup
+        self.model = model
+        self.hidden_layers = model.hidden_layers
+        self.max_positions = None  # where the model's end, lookup goes on
+
+    def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "CompositeSession":
+        first = self.lookup.begin(batch_size, capacity, sampler)
+        return CompositeSession(first, self.model.begin(batch_size, capacity, sampler))
+
+
+def load(
+    folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
+) -> CompositeDrafter:
+    """Suffix lookup with the causal LM in `folder`.
+
+    Settings: `temperature` of the model; the others are those of `SuffixLookupDrafter`.
+    """
+    lookup = {key: value for key, value in settings.items() if key != "temperature"}
+    model = {key: value for key, value in settings.items() if key == "temperature"}
+    return CompositeDrafter(
+        SuffixLookupDrafter(**{"min_match": 3, "min_survival": 0.5, **lookup}),
+        load_causal_lm(folder, target, engine=engine, settings=model),
+    )
+
+
+class CompositeSession:
+    """One session of each."""
+
+    def __init__(self, lookup: DraftSession, model: DraftSession) -> None:
+        self._lookup = lookup
+        self._model = model
+
+    def propose(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        lengths: LengthRound,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        found = self._lookup.propose(rows, committed, lengths.part(), features)
+        rest = lengths.part()
+        for member, count in enumerate(found.num_drafted.tolist()):
+            if count:
+                rest.cap(member, 0)
+        # The model sees all rows, so that it misses no features; of those found it drafts nothing.
+        return _merged(found, self._model.propose(rows, committed, rest, features))
+
+    def commit(self, rows: list[int], committed: list[list[int]]) -> None:
+        self._lookup.commit(rows, committed)
+        self._model.commit(rows, committed)
+
+
+def _merged(found: Draft, drafted: Draft) -> Draft:
+    """Row by row whichever drafted something; certain tokens next to drawn ones are one-hot."""
+    if drafted.exit_hidden is not None or drafted.tree is not None:
+        raise ValueError("a composite takes chains of a model of its own: not early exit or trees")
+    if not bool(drafted.num_drafted.any()):
+        return found
+    device = drafted.token_ids.device
+    width = max(found.token_ids.shape[1], drafted.token_ids.shape[1])
+    is_found = found.num_drafted > 0
+    ids = _widened(drafted.token_ids, width)
+    ids[is_found] = _widened(found.token_ids.to(device), width)[is_found]
+    probs = drafted.probs
+    if probs is not None:
+        probs = torch.nn.functional.pad(probs, (0, 0, 0, width - probs.shape[1]))
+        certain = torch.nn.functional.one_hot(ids[is_found], probs.shape[-1])
+        probs[is_found] = certain.to(probs.dtype)
+    return Draft(ids, found.num_drafted + drafted.num_drafted, probs)
+
+
+def _widened(token_ids: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(token_ids, (0, width - token_ids.shape[1]))

@@ -1,0 +1,161 @@
+"""Self-speculation: the target's own first layers draft, the others verify. Nothing runs twice.
+
+Drafting runs pending and drafted tokens through the first `exit_layer` layers on the target's own
+cache and keeps their residuals there. Verification enters at that layer with those residuals: the
+lower layers' keys, values and hidden states are the ones the target needs anyway.
+
+Source: Elhoushi et al. 2024 (LayerSkip), arXiv:2404.16710. On a target that was not trained for
+early exit the drafts are poor; a trained adapter in front of the head repairs that.
+
+Shapes: b rows, n of them in a pass, K drafted positions, D hidden size, V vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec_runtime.chain import draft_chain
+from specdec_runtime.draft import Draft, no_draft
+from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.engines import Engine
+from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.sampling import Sampler
+from specdec_runtime.target import Target
+
+
+class EarlyExitDrafter:
+    """Drafts with the first layers of the target.
+
+    Args:
+        model: the target's model itself.
+        exit_layer: number of layers that draft, at least 1 and fewer than all.
+        adapter: [..., D] residual after these layers -> [..., D] what the target's head reads;
+            None = the target's own final norm.
+        temperature: replaces the temperature of rows that sample, while drafting.
+
+    Raises:
+        ValueError: for an exit_layer outside the model.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    max_positions: int | None = None
+
+    def __init__(
+        self,
+        model: CausalModel,
+        *,
+        exit_layer: int,
+        adapter: nn.Module | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        if not 1 <= exit_layer < model.num_layers:
+            raise ValueError(
+                f"exit_layer is {exit_layer}, expected 1 to {model.num_layers - 1}: "
+                f"the target has {model.num_layers} layers"
+            )
+        self.model = model
+        self.exit_layer = exit_layer
+        self.adapter = adapter
+        self.temperature = temperature
+
+    def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "EarlyExitSession":
+        return EarlyExitSession(self, sampler)
+
+
+def load(
+    folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
+) -> EarlyExitDrafter:
+    """Settings: `exit_layer` (default a third of the layers) and `temperature`."""
+    settings = {"exit_layer": max(1, target.model.num_layers // 3), **settings}
+    return EarlyExitDrafter(target.model, **settings)
+
+
+class EarlyExitSession:
+    """Works on the target's cache; between rounds it holds nothing."""
+
+    def __init__(self, drafter: EarlyExitDrafter, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._model = drafter.model
+        self._sampler = sampler
+        self._cache: Cache | None = None
+
+    def share(self, cache: Cache) -> None:
+        self._cache = cache
+
+    def propose(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        lengths: LengthRound,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        fed: list[tuple[list[int], Tensor]] = []  # members and residuals, pass by pass
+
+        def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
+            if tokens is None:
+                tokens = torch.tensor([committed[member][-1] for member in members])
+            logits, residual = self._lower_layers(tokens, [rows[i] for i in members], draws=True)
+            fed.append((members, residual))
+            return logits[:, : self._sampler.vocab_size]
+
+        draft = draft_chain(
+            rows,
+            committed,
+            lengths,
+            sampler=self._sampler,
+            next_logits=next_logits,
+            temperature=self._drafter.temperature,
+        )
+        if not fed:
+            return no_draft(len(rows))
+        # One token of each row has not been through the lower layers: the last one drafted, or
+        # the pending one of a row that drafted nothing.
+        counts = draft.num_drafted.tolist()
+        last = [
+            int(draft.token_ids[i, count - 1]) if count else committed[i][-1]
+            for i, count in enumerate(counts)
+        ]
+        _, residual = self._lower_layers(torch.tensor(last), rows, draws=False)
+        fed.append((list(range(len(rows))), residual))
+        assert self._cache is not None
+        self._cache.truncate([len(tokens) - 1 for tokens in committed], rows)
+        hidden = _in_order(fed, counts)
+        return draft._replace(exit_layer=self._drafter.exit_layer, exit_hidden=hidden)
+
+    def commit(self, rows: list[int], committed: list[list[int]]) -> None:
+        pass
+
+    def _lower_layers(
+        self, tokens: Tensor, rows: list[int], *, draws: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Feed one token a row to the lower layers: logits [n, V] (if it draws), residual [n, D]."""
+        assert self._cache is not None, "share has to be called before propose"
+        exit_layer, adapter = self._drafter.exit_layer, self._drafter.adapter
+        output = self._model.forward(
+            tokens[:, None],
+            self._cache,
+            rows=rows,
+            layers=(0, exit_layer),
+            hidden_layers=(exit_layer,),
+            logits=draws and adapter is None,
+            early_head=draws and adapter is None,
+        )
+        residual = output.hidden[exit_layer][:, 0]
+        logits = output.logits[:, 0] if output.logits is not None else residual[:, :0]
+        if draws and adapter is not None:
+            logits = self._model.logits_of(adapter(residual))
+        return logits, residual
+
+
+def _in_order(fed: list[tuple[list[int], Tensor]], counts: list[int]) -> Tensor:
+    """[b, K + 1, D] residuals of the pending token and the drafts, zeros as padding."""
+    like = fed[0][1]
+    hidden = like.new_zeros(len(counts), max(counts) + 1, like.shape[-1])
+    filled = [0] * len(counts)
+    for members, residual in fed:
+        hidden[members, [filled[member] for member in members]] = residual
+        for member in members:
+            filled[member] += 1
+    return hidden
