@@ -1,0 +1,17 @@
+"""Answers: the target answers the prompts, and what it wrote is what the drafter learns from.
+
+- config.py   how answers are written
+- manifest.py what an answer folder was written with, and whether that is what is wanted now
+- shards.py   the files of a folder, each complete or invisible
+- write.py    the job: resumable, exactly once per prompt, bounded by tokens and time
+- dataset.py  a finished folder as training examples
+
+`python -m distill.answers` runs the job alone.
+"""
+
+from distill.answers.config import AnswersConfig
+from distill.answers.dataset import AnswerSet
+from distill.answers.shards import Answer
+from distill.answers.write import write_answers
+
+__all__ = ["Answer", "AnswerSet", "AnswersConfig", "write_answers"]

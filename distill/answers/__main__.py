@@ -1,0 +1,4 @@
+from distill.answers.cli import main
+
+if __name__ == "__main__":
+    main()

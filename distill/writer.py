@@ -1,0 +1,258 @@
+"""The target writes: continuous batches, one noise stream per text, the target's signal on the way.
+
+A batch has a fixed number of rows. A row whose text ends takes the next request at once, so the
+batch stays full to the end of the queue. What a text becomes depends on its own prompt, temperature
+and seed alone: the noise of position i is a function of the text's seed and i, never of what else
+is in the batch, and an interrupted job continues with the same texts. (Exactly so with the C++
+engine, whose numbers do not depend on the batch either; other engines round differently in
+differently shaped batches, which once in a long while changes a near-tie.)
+
+Shapes: b rows of one pass, V real vocabulary, D hidden size.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from distill.signals import TargetRows
+from specdec_runtime.model import Cache, ModelOutput
+from specdec_runtime.noise import UniformStreams, draw_by_inversion
+from specdec_runtime.sampling import Sampler, SamplingSettings
+from specdec_runtime.target import Target
+
+_WRITE_STREAM = 3  # purpose of the noise; drafting and verification own 1 and 2
+_PREFILL_TOKENS = 2048  # padded tokens of one prefill pass: bounds its memory
+_CHOICE_ROWS = 8  # 8 rows of a 49k vocabulary are 1.6 MB: what a core's cache holds
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to write.
+
+    Attributes:
+        key: whatever the caller knows it by.
+        prompt_ids: tokens in front of it, at least one.
+        temperature: 0 = greedy.
+        seed: of its own noise.
+    """
+
+    key: int
+    prompt_ids: Sequence[int]
+    temperature: float
+    seed: int
+
+
+@dataclass
+class Text:
+    """What became of a request.
+
+    Attributes:
+        token_ids: new tokens, the stop token included.
+        signal: the target's, one position for each new token; None if not recorded.
+    """
+
+    request: Request
+    token_ids: list[int]
+    signal: TargetRows | None = None
+
+
+class Writer:
+    """Writes texts with one target.
+
+    Args:
+        batch_size: rows written at once.
+        max_new_tokens: of each text.
+        stop_ids: tokens that end a text.
+        top_p: of the rows that sample; 1 keeps all tokens.
+        record: keep the target's signal of every position.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        batch_size: int,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+        top_p: float = 1.0,
+        record: bool = False,
+    ) -> None:
+        self._model = target.model
+        self._batch_size = batch_size
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._hidden_layers = (-1,) if record else ()
+        self._choice = _TokenChoice(target, top_p)
+
+    def write(self, requests: Iterable[Request], *, longest_prompt: int) -> Iterator[Text]:
+        """The texts, each as soon as it ends, so in no particular order.
+
+        Requests are taken from the iterable only when a row is free: where it stops, the job ends
+        after the texts that have begun.
+
+        Args:
+            longest_prompt: tokens of the longest prompt; decides the size of the cache.
+
+        Raises:
+            ValueError: if such a prompt leaves the target no room for a text.
+        """
+        capacity = longest_prompt + self._max_new_tokens
+        if capacity > self._model.max_positions:
+            raise ValueError(
+                f"a prompt of {longest_prompt} tokens and answers.max_new_tokens="
+                f"{self._max_new_tokens} exceed the target's {self._model.max_positions} positions"
+            )
+        cache = self._model.new_cache(self._batch_size, capacity)
+        active: dict[int, _Row] = {}
+        queue = iter(requests)
+        while True:
+            yield from self._start(queue, cache, active)
+            if not active:
+                return
+            yield from self._step(cache, active)
+
+    def _start(
+        self, queue: Iterator[Request], cache: Cache, active: dict[int, "_Row"]
+    ) -> Iterator[Text]:
+        """Fills free rows from the queue and writes their first token; yields what ended there."""
+        while free := [row for row in range(self._batch_size) if row not in active]:
+            fresh = {
+                index: _Row(request, self._max_new_tokens)
+                for index, request in zip(free, queue, strict=False)
+            }
+            if not fresh:
+                return
+            active |= fresh
+            for rows in _prefill_groups(fresh):
+                prompts = [torch.tensor(fresh[index].request.prompt_ids) for index in rows]
+                lengths = torch.tensor([len(prompt) for prompt in prompts])
+                cache.clear(rows)
+                output = self._model.forward(
+                    pad_sequence(prompts, batch_first=True),
+                    cache,
+                    num_new=lengths,
+                    rows=rows,
+                    last_only=True,
+                    hidden_layers=self._hidden_layers,
+                )
+                yield from self._append(output, lengths - 1, rows, active)
+
+    def _step(self, cache: Cache, active: dict[int, "_Row"]) -> Iterator[Text]:
+        """One token for every active row; yields the texts that ended."""
+        rows = sorted(active)
+        pending = torch.tensor([[active[index].token_ids[-1]] for index in rows])
+        output = self._model.forward(pending, cache, rows=rows, hidden_layers=self._hidden_layers)
+        yield from self._append(output, torch.zeros(len(rows), dtype=torch.int64), rows, active)
+
+    def _append(
+        self, output: ModelOutput, last: Tensor, rows: list[int], active: dict[int, "_Row"]
+    ) -> Iterator[Text]:
+        """Chooses the next token of each row; `last` [b] is where each row's state lies."""
+        assert output.logits is not None
+        members = [active[index] for index in rows]
+        chosen = self._choice(output.logits[:, 0], members, record=bool(self._hidden_layers))
+        if self._hidden_layers:
+            states = output.hidden[-1]
+            hidden = states[torch.arange(len(rows), device=states.device), last.to(states.device)]
+            for place, row in enumerate(members):
+                row.hidden.append(hidden[place].cpu())
+                row.log_sum_exp.append(chosen.log_sum_exp[place])
+                row.argmax.append(chosen.argmax[place])
+        for index, row, token in zip(rows, members, chosen.token_ids, strict=True):
+            row.token_ids.append(token)
+            if token in self._stop_ids or len(row.token_ids) == self._max_new_tokens:
+                del active[index]
+                yield row.text()
+
+
+class _Row:
+    """A text being written."""
+
+    def __init__(self, request: Request, max_new_tokens: int) -> None:
+        self.request = request
+        stream = UniformStreams([request.seed], purpose=_WRITE_STREAM)
+        self.noise = stream.take([0], max_new_tokens)[0].tolist()  # one number a position
+        self.token_ids: list[int] = []
+        self.hidden: list[Tensor] = []  # each [D]
+        self.log_sum_exp: list[float] = []
+        self.argmax: list[int] = []
+
+    def text(self) -> Text:
+        if not self.hidden:
+            return Text(self.request, self.token_ids)
+        signal = TargetRows(
+            torch.stack(self.hidden), torch.tensor(self.log_sum_exp), torch.tensor(self.argmax)
+        )
+        return Text(self.request, self.token_ids, signal)
+
+
+class _Chosen(NamedTuple):
+    token_ids: list[int]
+    argmax: list[int]
+    log_sum_exp: list[float]  # empty if not recorded
+
+
+class _TokenChoice:
+    """From logits to the next token of each row, by its temperature and its noise."""
+
+    def __init__(self, target: Target, top_p: float) -> None:
+        self._target = target
+        self._top_p = top_p
+        self._samplers: dict[float, Sampler] = {}
+
+    def __call__(self, logits: Tensor, rows: list[_Row], *, record: bool) -> _Chosen:
+        """logits: [b, at least V]. A few rows at a time, so that their numbers stay in the cache."""
+        logits = logits[:, : self._target.real_vocab_size]
+        argmax, sums, tokens = [], [], []
+        for start in range(0, len(rows), _CHOICE_ROWS):
+            part = logits[start : start + _CHOICE_ROWS]
+            best = part.argmax(-1).tolist()
+            argmax += best
+            tokens += self._tokens(part, best, rows[start : start + _CHOICE_ROWS])
+            if record:
+                sums += part.logsumexp(-1).tolist()
+        return _Chosen(tokens, argmax, sums)
+
+    def _tokens(self, logits: Tensor, argmax: list[int], rows: list[_Row]) -> list[int]:
+        tokens = list(argmax)
+        for temperature in {row.request.temperature for row in rows} - {0.0}:
+            places = [i for i, row in enumerate(rows) if row.request.temperature == temperature]
+            probs = self._sampler(temperature).probs(logits[places], [0] * len(places))
+            noise = [rows[place].noise[len(rows[place].token_ids)] for place in places]
+            uniforms = torch.tensor(noise, dtype=torch.float64, device=probs.device)
+            drawn = draw_by_inversion(probs, uniforms).tolist()
+            for place, token in zip(places, drawn, strict=True):
+                tokens[place] = token
+        return tokens
+
+    def _sampler(self, temperature: float) -> Sampler:
+        """The runtime's own processing; one made-up row stands for all of a temperature."""
+        if temperature not in self._samplers:
+            top_p = self._top_p if self._top_p < 1.0 else None
+            self._samplers[temperature] = Sampler(
+                SamplingSettings(temperature=temperature, top_p=top_p),
+                batch_size=1,
+                prompt_lengths=[0],
+                eos_token_ids=self._target.eos_token_ids,
+                real_vocab_size=self._target.real_vocab_size,
+                device=self._target.model.device,
+                seed=0,
+            )
+        return self._samplers[temperature]
+
+
+def _prefill_groups(fresh: dict[int, _Row]) -> Iterator[list[int]]:
+    """Rows with prompts of similar length, a bounded number of padded tokens at a time."""
+    group: list[int] = []
+    for index in sorted(fresh, key=lambda index: len(fresh[index].request.prompt_ids)):
+        width = len(fresh[index].request.prompt_ids)
+        if group and (len(group) + 1) * width > _PREFILL_TOKENS:
+            yield sorted(group)
+            group = []
+        group.append(index)
+    if group:
+        yield sorted(group)
