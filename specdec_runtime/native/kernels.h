@@ -45,7 +45,7 @@ struct Prefetch {
 template <int R, int P, class Weight>
 void multiply_tile(const float* const* a, const Weight* w, int64_t panel_stride, int64_t inputs,
                    float* out, int64_t out_stride, Prefetch ahead) {
-    constexpr int INPUTS_PER_LINE = 64 / (LANES * sizeof(Weight)), UNROLL = 4;
+    constexpr int INPUTS_PER_LINE = 64 / (LANES * sizeof(Weight)), UNROLL = 2;
     Vec16 sums[R][P];
     const float* row[R];
     for (int r = 0; r < R; ++r) {

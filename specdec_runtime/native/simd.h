@@ -35,7 +35,7 @@ constexpr int LANES = 16;
 
 // A tile of several panels may have this many sums: 32 registers of 16 floats, some for weights.
 constexpr int TILE_ACCUMULATORS = 24;
-constexpr int MAX_TILE_ROWS = 12;
+constexpr int MAX_TILE_ROWS = 10;  // 12 would fit, but the compiler spills
 
 struct Vec16 {
     __m512 v;
