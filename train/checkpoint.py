@@ -45,6 +45,7 @@ class TrainState:
     best_step: int | None = None
     best_score: float | None = None  # acceptance length of the best step
     first_score: float | None = None  # acceptance length before training
+    acceptance_every: int = 1  # steps between measurements, chosen when the run started
     processes: int = 1
     identity: dict[str, str] = field(default_factory=dict)  # fingerprints of target, data, drafter
 

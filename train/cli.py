@@ -1,7 +1,7 @@
 """`python -m train +experiment=NAME [key=value ...]`: composes and checks the settings, then runs.
 
-Exit codes: 0 done; 1 a stage failed; 2 the settings are wrong; 130 and 143 stopped by Ctrl-C and
-SIGTERM with everything saved. HYDRA_FULL_ERROR=1 shows the traceback behind a message.
+Exit codes: 0 done; 1 a stage failed; 2 the settings are wrong; 3 done, but the output is not the
+target's; 130 and 143 stopped by Ctrl-C and SIGTERM with everything saved. HYDRA_FULL_ERROR=1 shows the traceback behind a message.
 """
 
 import os
@@ -22,7 +22,7 @@ Experiments:
 
 Often set:
     target.model=...            hub id, local folder or GGUF file of the target
-    data.files=[a.jsonl]        your own prompts, one JSON object a line
+    prompts.file=a.jsonl        your own prompts, one JSON object a line
     training.budget_minutes=20  time for training; answers and evaluation come on top
     loss=NAME                   {losses}
     tracking=wandb              log to Weights & Biases as well (offline without a key)
@@ -32,6 +32,9 @@ All settings: python -m train +experiment=NAME --cfg job      Sweeps: -m key=a,b
 Your own experiments: --config-dir FOLDER, which holds experiment/NAME.yaml
 Many processes: accelerate launch -m train +experiment=NAME
 """
+
+
+NOT_EXACT = 3
 
 
 class Outcome(NamedTuple):
@@ -116,13 +119,16 @@ def _run_job(settings: "DictConfig", *, show_traceback: bool) -> Outcome:
     from train.run import run
 
     try:
-        return Outcome(0, run(config, OmegaConf.to_yaml(settings), sys.argv))
+        result = run(config, OmegaConf.to_yaml(settings), sys.argv)
     except Interrupted as stopped:
         return _failed(128 + stopped.signum, str(stopped))
     except (ValueError, OSError, RuntimeError) as error:
         if show_traceback:
             raise
         return _failed(1, " ".join(str(error).split()))
+    if not result.exact:
+        _failed(NOT_EXACT, "the drafter changed the target's text; the report says where")
+    return Outcome(0 if result.exact else NOT_EXACT, result.score)
 
 
 def _failed(exit_code: int, message: str) -> Outcome:

@@ -50,7 +50,8 @@ class DrafterWriter:
 
     def __call__(self, folder: Path) -> Path:
         """Raises a ValueError if the folder exists and holds anything."""
-        written = copy.deepcopy(self._module).to(self._dtype)
+        written = copy.deepcopy(self._module)
+        written.to(dtype=self._dtype)
         written.config.dtype = self._dtype  # the configuration says what the tensors are
         return write_drafter(
             folder, written, self._manifest, tokenizer=self._tokenizer, tensors=self._tensors

@@ -14,8 +14,8 @@ from types import FrameType
 class Interrupted(KeyboardInterrupt):
     """Stops the program in an orderly way; `signum` says which signal asked for it."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
+    def __init__(self, signum: int, message: str = "") -> None:
+        super().__init__(message or f"stopped by {signal.Signals(signum).name}")
         self.signum = signum
 
 

@@ -9,16 +9,17 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from distill.batches import Batch
+from distill.objective import Objective, Terms
 from train.checkpoint import TrainState
 from train.interrupts import Interrupted, StopRequest
-from train.metrics import MetricSums, Terms
+from train.metrics import MetricSums
 from train.optim import OptimConfig, learning_rate_at, make_optimizer, set_learning_rate
 from train.precision import autocast
 from train.processes import on_main
@@ -26,18 +27,6 @@ from train.progress import StageProgress
 from train.rng import rng_untouched
 from train.run_log import RunLog, Value
 
-
-class Batch(Protocol):
-    """One micro-batch (distill.batches)."""
-
-    @property
-    def ids(self) -> list[str]: ...
-    @property
-    def num_tokens(self) -> int: ...
-    def to(self, device: torch.device) -> "Batch": ...
-
-
-Objective = Callable[[nn.Module, Batch], Terms]
 MicroBatches = Callable[[int], Batch]  # number of a micro-batch in the endless stream -> the batch
 
 

@@ -4,22 +4,11 @@ The loss of an interval is sum of losses / valid tokens over all micro-batches a
 mean of means.
 """
 
-from typing import Protocol
-
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-
-class Terms(Protocol):
-    """What an objective returns for one micro-batch (distill.objective)."""
-
-    @property
-    def loss_sum(self) -> Tensor: ...
-    @property
-    def num_tokens(self) -> int | Tensor: ...
-    @property
-    def counts(self) -> dict[str, tuple[Tensor, Tensor]]: ...
+from distill.objective import Terms
 
 
 class MetricSums:

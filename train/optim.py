@@ -23,7 +23,7 @@ class Schedule(Enum):
 class OptimConfig:
     """AdamW and its schedule. Default values: docs of the drafter recipes, see README."""
 
-    learning_rate: float = 6e-4
+    learning_rate: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0

@@ -1,0 +1,134 @@
+"""What a drafter is made from: the target, the prompts, and the answers that the target writes.
+
+All of it is found in the user's cache where an earlier run left it. Which answers a run trains on
+is noted in its folder, so that a continued run trains on exactly these.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from distill.answers import AnswerSet, write_answers
+from distill.answers.manifest import fingerprint, make_manifest
+from distill.prompts import Prompt, PromptSets, load_prompts
+from distill.self_prompts import self_prompts
+from distill.target_folder import resolve_target
+from distill.templates import ChatTemplate
+from eval.suites import EvalPrompt
+from specdec_runtime.assets import cache_folder
+from specdec_runtime.loading import load_target
+from specdec_runtime.target import Target
+from train import tiny_target
+from train.config import TargetConfig
+from train.job import Job
+from train.processes import on_main
+from train.run_dir import write_atomically
+
+ANSWERS = "answers.json"
+HELD_OUT = "held_out"  # the suite of the same kinds as the training prompts
+
+
+@dataclass(frozen=True)
+class Material:
+    """`source` is the folder or hub id that the target was loaded from."""
+
+    source: str
+    target: Target
+    template: ChatTemplate
+    prompts: PromptSets
+    answers: AnswerSet
+
+    def selection_prompts(self, number: int) -> list[list[int]]:
+        """Token ids of the held-out prompts that choose the best checkpoint."""
+        chosen = self.prompts.suites[HELD_OUT][: _num_for_selection(self.prompts, number)]
+        return [self.template.render(prompt.messages) for prompt in chosen]
+
+    def evaluation_prompts(self, num_for_selection: int) -> dict[str, list[EvalPrompt]]:
+        """The suites of the final evaluation; its held-out prompts chose no checkpoint."""
+        first = _num_for_selection(self.prompts, num_for_selection)
+        suites = self.prompts.suites | {HELD_OUT: self.prompts.suites[HELD_OUT][first:]}
+        return {name: self._encoded(prompts) for name, prompts in suites.items()}
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> list[EvalPrompt]:
+        return [
+            EvalPrompt(
+                prompt.id,
+                self.template.render(prompt.messages),
+                prompt.source,
+                str(prompt.messages[-1]["content"]),
+            )
+            for prompt in prompts
+        ]
+
+
+def prepare(job: Job) -> Material:
+    """Loads the target and has it write what is missing.
+
+    Raises:
+        ValueError: if the target can not be fetched or loaded, or prompts can not be used.
+    """
+    config = job.config
+    with job.progress("target") as progress:
+        progress.update(0, None, config.target.model)
+        source = on_main(job.accelerator, lambda: target_source(config.target))
+        target = load_target(
+            source,
+            dtype=config.target.dtype,
+            device=job.accelerator.device,
+            engine=config.target.engine,
+        )
+    template = ChatTemplate(target.tokenizer, dict(config.target.template_options))
+    prompts = on_main(job.accelerator, lambda: _prompts(job, target, template))
+    sizes = ", ".join(f"{len(suite)} {name}" for name, suite in prompts.suites.items())
+    job.say(f"prompts: {len(prompts.train)} for training; for evaluation {sizes}")
+    folder, ids = on_main(job.accelerator, lambda: _write_answers(job, target, template, prompts))
+    answers = AnswerSet.read(folder, order=ids)
+    job.say(f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, in {folder}")
+    return Material(source, target, template, prompts, answers)
+
+
+def target_source(config: TargetConfig) -> str:
+    """A folder that is complete, or a hub id."""
+    if config.model == tiny_target.NAME:
+        return str(tiny_target.tiny_target())
+    return resolve_target(config.model)
+
+
+def _prompts(job: Job, target: Target, template: ChatTemplate) -> PromptSets:
+    def written_by_target(count: int, seed: int) -> list[str]:
+        with job.progress("prompts that the target writes", count) as progress:
+            return self_prompts(target, template, count, seed, progress=progress.update)
+
+    job.stage = "prompts"
+    return load_prompts(job.config.prompts, self_prompting=written_by_target)
+
+
+def _write_answers(
+    job: Job, target: Target, template: ChatTemplate, prompts: PromptSets
+) -> tuple[Path, list[str]]:
+    """(folder, ids of the answered prompts in training order); notes both in the run folder."""
+    note = job.run_dir / ANSWERS
+    if note.is_file():
+        noted = json.loads(note.read_text())
+        return Path(noted["folder"]), noted["ids"]
+    config = job.config.answers
+    folder = answer_folder(fingerprint(make_manifest(target, template, config)))
+    total = config.max_tokens if config.max_tokens is not None else len(prompts.train)
+    with job.progress("answers", total) as progress:
+        written = write_answers(
+            target, prompts.train, config, folder, template=template, progress=progress.update
+        )
+    ids = [answer.id for answer in written.answers]
+    write_atomically(note, json.dumps({"folder": str(folder), "ids": ids}, indent=1))
+    return folder, ids
+
+
+def answer_folder(answers_fingerprint: str) -> Path:
+    """Where answers of this fingerprint are kept for all runs."""
+    return cache_folder() / "answers" / answers_fingerprint
+
+
+def _num_for_selection(prompts: PromptSets, number: int) -> int:
+    """At most half of the held-out prompts choose checkpoints; the others judge the result."""
+    return max(1, min(number, len(prompts.suites[HELD_OUT]) // 2))

@@ -1,0 +1,149 @@
+"""A whole run: the folder, the stages in order, and what is left behind however it ends."""
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import IO, Any
+
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
+from omegaconf import OmegaConf
+from transformers.utils import logging as transformers_logging
+
+from train.config import TrainConfig
+from train.interrupts import Interrupted, StopRequest
+from train.job import Job
+from train.material import prepare
+from train.plan import describe, measure_machine
+from train.processes import on_main
+from train.provenance import command_line
+from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
+from train.stages import evaluate_folder, export, load_training, planned_stages, train_drafter
+
+TRACEBACK = "traceback.txt"
+# Ranks wait for the main one while it writes answers and evaluates.
+WAIT_FOR_MAIN = timedelta(hours=12)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a finished run did; `score` is the acceptance length that a sweep maximises."""
+
+    score: float | None
+    exact: bool
+
+
+def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
+    """Runs or continues a training run to its end.
+
+    Raises:
+        Interrupted: stopped by a signal; its text says what to type to continue.
+        ValueError, OSError, RuntimeError: a stage failed; the traceback is in the run folder.
+    """
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    accelerator = Accelerator(
+        cpu=config.target.device == "cpu",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=WAIT_FOR_MAIN)],
+    )
+    with StopRequest() as stop:
+        choice = on_main(accelerator, lambda: _choose(config))
+        if choice.finished:
+            return _already_finished(choice.path, show=accelerator.is_main_process)
+        lock = _open_on_main(accelerator, choice, config_yaml, argv)
+        job = Job(
+            config=config,
+            settings=_plain(config_yaml),
+            accelerator=accelerator,
+            run_dir=choice.path,
+            stop=stop,
+        )
+        try:
+            return _run_stages(job, argv)
+        except Interrupted as stopped:
+            job.close_log(exit_code=128 + stopped.signum)
+            raise Interrupted(stopped.signum, _how_to_resume(stopped, job, argv)) from None
+        except BaseException:
+            job.close_log(exit_code=1)
+            _keep_traceback(job)
+            raise
+        finally:
+            if lock is not None:
+                lock.close()
+
+
+def _run_stages(job: Job, argv: list[str]) -> RunResult:
+    started = time.monotonic()
+    job.say(f"run folder: {job.run_dir}")
+    if job.accelerator.is_main_process:
+        machine = measure_machine(job.accelerator.device)
+        job.say(describe(machine, planned_stages(job.config, machine)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        material = prepare(job)
+        state = train_drafter(job, material, load_training(job, material))
+        folder = on_main(job.accelerator, lambda: export(job))
+        summary = on_main(job.accelerator, lambda: evaluate_folder(job, material, folder, state))
+    summary["seconds"] = round(time.monotonic() - started, 1)
+    job.close_log(exit_code=0, summary=summary)
+    if job.accelerator.is_main_process:
+        write_atomically(job.run_dir / SUMMARY, json.dumps(summary, indent=1))
+        (job.run_dir / TRACEBACK).unlink(missing_ok=True)
+        job.say(f"finished in {summary['seconds'] / 60:.1f} min; drafter: {folder}")
+    return RunResult(summary["acceptance_length"], summary["exact"])
+
+
+def _plain(config_yaml: str) -> dict[str, Any]:
+    container = OmegaConf.to_container(OmegaConf.create(config_yaml))
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _choose(config: TrainConfig) -> RunChoice:
+    return choose_run(
+        name=config.name,
+        runs_dir=Path(config.runs_dir),
+        run_dir=Path(config.run_dir) if config.run_dir else None,
+        resume=config.resume,
+    )
+
+
+def _already_finished(path: Path, *, show: bool) -> RunResult:
+    summary = json.loads((path / SUMMARY).read_text())
+    if show:
+        print(f"{path} is finished already; its report: {path / 'eval' / 'report.html'}")
+    return RunResult(summary["acceptance_length"], summary["exact"])
+
+
+def _open_on_main(
+    accelerator: Accelerator, choice: RunChoice, config_yaml: str, argv: list[str]
+) -> IO[str] | None:
+    """The lock on the main process; the others only learn whether that worked."""
+    locks = []
+
+    def open_it() -> None:
+        locks.append(open_run(choice, config_yaml, argv))
+
+    on_main(accelerator, open_it)
+    return locks[0] if locks else None
+
+
+def _how_to_resume(stopped: Interrupted, job: Job, argv: list[str]) -> str:
+    kept = [argument for argument in argv if not argument.startswith(("resume=", "run_dir="))]
+    command = command_line([*kept, f"resume={job.run_dir}"])
+    return f"{stopped}{job.where()}; everything so far is kept. To continue: {command}"
+
+
+def _keep_traceback(job: Job) -> None:
+    """The full story beside the one line on the terminal; one file a rank."""
+    rank = job.accelerator.process_index
+    name = TRACEBACK if rank == 0 else f"rank{rank}-{TRACEBACK}"
+    try:
+        (job.run_dir / name).write_text(traceback.format_exc())
+    except OSError as error:  # a full disk must not hide the first error
+        print(f"the traceback was not written: {error}", file=sys.stderr)
