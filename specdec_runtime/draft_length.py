@@ -76,7 +76,7 @@ class LengthRound:
         assert len(rows) == len(limits), (rows, limits)
         self.needs_confidence = needs_confidence
         self.num_drafted = [0] * len(rows)
-        self._session = session
+        self.session = session
         self._rows = list(rows)
         self._limits = list(limits)
         self._confidences: list[list[float | None]] = [[] for _ in rows]
@@ -90,7 +90,7 @@ class LengthRound:
         member may be drafted for by one part only.
         """
         part = LengthRound(
-            self._session, self._rows, self._limits, needs_confidence=self.needs_confidence
+            self.session, self._rows, self._limits, needs_confidence=self.needs_confidence
         )
         part._confidences = self._confidences
         return part
@@ -110,7 +110,7 @@ class LengthRound:
         for member, row in enumerate(self._rows):
             if self._stopped[member]:
                 continue
-            drafts = self.num_drafted[member] < self._limits[member] and self._session.wants_more(
+            drafts = self.num_drafted[member] < self._limits[member] and self.session.wants_more(
                 row, self._confidences[member]
             )
             if drafts:
@@ -130,7 +130,7 @@ class LengthRound:
     def finish(self, num_accepted: Sequence[int]) -> None:
         """Hand the verdict to the session, once the round is verified."""
         for row, told, kept in zip(self._rows, self._confidences, num_accepted, strict=True):
-            self._session.end_round(row, told, kept)
+            self.session.end_round(row, told, kept)
 
 
 @dataclass(frozen=True)

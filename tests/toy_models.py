@@ -77,24 +77,29 @@ class EnumeratedDrafts(NamedTuple):
     token_ids: Tensor  # [P, K]
     num_drafted: Tensor  # [P]
     mass: Tensor  # [P] float64; sums to 1 for each start
+    rounds: list[LengthRound]  # [P], each with its own copy of the session
 
 
 def enumerate_drafts(
-    drafter: ToyDrafter, session: LengthSession, *, submit: Callable | None = None
+    drafter: ToyDrafter,
+    session: LengthSession,
+    *,
+    starts: Sequence[int] | None = None,
+    submit: Callable | None = None,
 ) -> EnumeratedDrafts:
-    """All drafts of one round under a draft-length policy.
+    """All drafts of one round under a draft-length policy, after each start token (default all).
 
     Args:
         submit: (tokens, confidences) -> how many of the drawn tokens are submitted. Only negative
             controls pass it: a LengthRound cannot take a token back.
     """
-    found: list[tuple[int, Text, int, float]] = []
+    found: list[tuple[int, Text, int, float, LengthRound]] = []
 
     def extend(length_round: LengthRound, text: Text, confidences: Text, mass: float) -> None:
         if not length_round.ask():
             tokens = text[1:]
             kept = len(tokens) if submit is None else submit(tokens, confidences)
-            found.append((text[0], tokens, kept, mass))
+            found.append((text[0], tokens, kept, mass, length_round))
             return
         for token, prob in enumerate(drafter.drawn_from()[text[-1]].tolist()):
             if prob > 0.0:
@@ -103,22 +108,32 @@ def enumerate_drafts(
                 branch.tell([confidence])
                 extend(branch, (*text, token), (*confidences, confidence), mass * prob)
 
-    for start in range(len(drafter.table)):
-        extend(LengthRound(session, [0], [8]), (start,), (), 1.0)
-    width = max(len(tokens) for _, tokens, _, _ in found)
-    padded = [list(tokens) + [0] * (width - len(tokens)) for _, tokens, _, _ in found]
+    for start in range(len(drafter.table)) if starts is None else starts:
+        extend(LengthRound(copy.deepcopy(session), [0], [8]), (start,), (), 1.0)
+    from_, tokens, kept, mass, rounds = zip(*found, strict=True)
+    width = max(map(len, tokens))
+    padded = [[*text, *[0] * (width - len(text))] for text in tokens]
     return EnumeratedDrafts(
-        torch.tensor([start for start, _, _, _ in found]),
+        torch.tensor(from_),
         torch.tensor(padded, dtype=torch.int64).view(len(found), width),
-        torch.tensor([kept for _, _, kept, _ in found]),
-        torch.tensor([mass for _, _, _, mass in found], dtype=torch.float64),
+        torch.tensor(kept),
+        torch.tensor(mass, dtype=torch.float64),
+        list(rounds),
     )
 
 
-def chain_round_laws(
+class Outcomes(NamedTuple):
+    """What can become of the enumerated drafts: the draft, tokens kept, law of the next one."""
+
+    drafts: list[int]  # [M] row of the drafts
+    kept: list[int]  # [M]
+    probs: list[list[float]]  # [M, V], joint with the draft and the count
+
+
+def chain_outcomes(
     verify: Callable, target: Tensor, drafter: ToyDrafter, drafts: EnumeratedDrafts, *, block: bool
-) -> list[dict[Text, float]]:
-    """For each start token, the probability of every burst (kept tokens and the next one).
+) -> Outcomes:
+    """Everything that `verify` can make of the drafts, with its probability.
 
     Args:
         verify: a rule with the signature of `verify_speculative`.
@@ -136,19 +151,27 @@ def chain_round_laws(
         return torch.stack(verify(ids, q, target_probs[index], counts, uniforms), 1)
 
     thresholds = _pass_thresholds(run, *drafts.token_ids.shape, block=block)
-    outcomes = []  # (drafts' rows, kept, uniforms in the middle of that outcome, mass)
+    found = []  # (drafts' rows, kept, uniforms in the middle of that outcome, mass)
     for kept in range(drafts.token_ids.shape[1] + 1):
         mass = drafts.mass * _count_probs(thresholds, kept, block=block)
         rows = torch.nonzero(mass > NEGLIGIBLE).squeeze(1)
         uniforms = _uniforms_for_count(thresholds[rows], kept, block=block)
-        outcomes.append((rows, torch.full_like(rows, kept), uniforms, mass[rows]))
-    rows, counts, uniforms, mass = map(torch.cat, zip(*outcomes, strict=True))
+        found.append((rows, torch.full_like(rows, kept), uniforms, mass[rows]))
+    rows, counts, uniforms, mass = map(torch.cat, zip(*found, strict=True))
     last = torch.full((len(rows), 1), 0.5, dtype=torch.float64)
     kept_by_rule = run(rows, torch.cat([uniforms, last], 1))[:, 0]
     assert (kept_by_rule == counts).all(), "the rule does not count as its kind does"
     joint = mass[:, None] * next_token_probs(run, rows, uniforms, len(target))
+    return Outcomes(rows.tolist(), counts.tolist(), joint.tolist())
+
+
+def chain_round_laws(
+    verify: Callable, target: Tensor, drafter: ToyDrafter, drafts: EnumeratedDrafts, *, block: bool
+) -> list[dict[Text, float]]:
+    """For each start token, the probability of every burst (kept tokens and the next one)."""
+    outcomes = chain_outcomes(verify, target, drafter, drafts, block=block)
     laws: list[dict[Text, float]] = [defaultdict(float) for _ in target]
-    for row, kept, probs in zip(rows.tolist(), counts.tolist(), joint.tolist(), strict=True):
+    for row, kept, probs in zip(*outcomes, strict=True):
         prefix = tuple(drafts.token_ids[row, :kept].tolist())
         for token, prob in enumerate(probs):
             laws[int(drafts.starts[row])][(*prefix, token)] += prob
@@ -172,6 +195,41 @@ def decode_law(bursts: list[dict[Text, float]], start: int, length: int) -> dict
         return known[start, length]
 
     return law(start, length)
+
+
+def learning_decode_law(
+    verify: Callable,
+    target: Tensor,
+    drafter: ToyDrafter,
+    session: LengthSession,
+    *,
+    block: bool,
+    start: int,
+    length: int,
+) -> dict[Text, float]:
+    """As `decode_law`, for a session that changes with every round: all histories, one by one."""
+    if length == 0:
+        return {(): 1.0}
+    total: dict[Text, float] = defaultdict(float)
+    drafts = enumerate_drafts(drafter, session, starts=[start])
+    outcomes = chain_outcomes(verify, target, drafter, drafts, block=block)
+    for row, kept, probs in zip(*outcomes, strict=True):
+        learned = copy.deepcopy(drafts.rounds[row])
+        learned.finish([kept])
+        for token, prob in enumerate(probs):
+            head = (*drafts.token_ids[row, :kept].tolist(), token)[:length]
+            tails = learning_decode_law(
+                verify,
+                target,
+                drafter,
+                learned.session,
+                block=block,
+                start=head[-1],
+                length=length - len(head),
+            )
+            for tail, tail_prob in tails.items():
+                total[head + tail] += prob * tail_prob
+    return total
 
 
 def largest_error(found: dict[Text, float], expected: dict[Text, float]) -> float:
