@@ -13,6 +13,7 @@ from eval.costs import NUM_RUNS, RUN_TOKENS, run_lengths
 GUESSED_LENGTH = 1.6  # tokens a round, before anything is known
 GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
 TIMED_SHARE = 0.45  # of the time limit that timing may always use
+REFERENCE_SHARE = 0.15  # of the time limit, at most, for decoding with transformers
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
     )
     num_rounds = len(run_lengths(config.max_draft_tokens)) * (NUM_RUNS + 1) * RUN_TOKENS / 1.5
     costs = amounts.num_drafters * num_rounds * pass_s[-1]
+    compared = REFERENCE_SHARE * config.time_limit_s if config.reference_prompts else 0.0
     return [
         PartTime("plain greedy texts", plain),
+        PartTime("comparison with transformers up to", compared),
         PartTime("costs of a round", costs),
         PartTime("acceptance", decoding),
         PartTime("overlap and weak places", reading),

@@ -22,7 +22,7 @@ class EvaluationConfig:
     batch_size: rows decoded together where time is not measured.
     speed_prompts, speed_repeats: prompts a suite and interleaved repeats of the timing.
     also_time: draft lengths timed besides the recommended one, to check the cost model.
-    reference_prompts: prompts compared with transformers' own generate in float32.
+    reference_prompts: prompts decoded by transformers' generate too; 0 = no comparison with it.
     num_resamples: bootstrap resamples of every interval.
     trace_prompts: answers shown token by token in the report.
     time_limit_s: seconds the whole evaluation may take; prompts and repeats shrink to fit.
@@ -37,7 +37,7 @@ class EvaluationConfig:
     speed_prompts: int = 6
     speed_repeats: int = 3
     also_time: list[int] = field(default_factory=list)
-    reference_prompts: int = 4
+    reference_prompts: int = 2
     num_resamples: int = 1000
     trace_prompts: int = 3
     time_limit_s: float = 240.0

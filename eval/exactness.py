@@ -145,6 +145,18 @@ def reference_texts(
     return texts
 
 
+@torch.inference_mode()
+def reference_choices(module: Any, prompt_ids: Sequence[int], text: Sequence[int]) -> list[int]:
+    """The greedy choice of a transformers model at every position of a text: one pass.
+
+    Equal to the text if and only if greedy decoding with that model returns it (but for rounding
+    that depends on the shape of a pass).
+    """
+    tokens = torch.tensor([[*prompt_ids, *text[:-1]]], device=module.device)
+    logits = module(tokens, logits_to_keep=len(text)).logits[0]
+    return logits.argmax(-1).tolist()
+
+
 def greedy_arguments(max_new_tokens: int, eos_token_ids: Sequence[int]) -> dict[str, object]:
     """Arguments of transformers' generate that mean plain greedy decoding and nothing else."""
     eos = list(eos_token_ids) or None

@@ -1,5 +1,6 @@
 """transformers' own decoding of the target: the reference for texts, and a rival baseline."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from eval.exactness import (
     arithmetic_dtype,
     compare,
     implementation_noise,
+    reference_choices,
     reference_texts,
     shape_noise,
     tie_tolerance,
@@ -63,33 +65,54 @@ def noise_tolerance(target: Target, token_ids: Sequence[int], *, width: int) -> 
     return tie_tolerance(noise, arithmetic_dtype(target.model))
 
 
-def reference_check(
+def reference_checks(
     target: Target,
     reference: Reference,
     prompts: Sequence[EvalPrompt],
     texts: Sequence[list[int]],
     *,
-    max_new_tokens: int,
+    num_generated: int,
+    limit_s: float,
     on_prompt: Callable[[int], None],
-) -> IdentityCheck:
-    """Our plain greedy texts against transformers' generate, in float32 where the engine is."""
+) -> list[IdentityCheck]:
+    """Our plain greedy texts against transformers, in float32 where the engine computes in it.
+
+    Two checks: every text against the choices of transformers' forward, one pass each, and the
+    first few against its `generate`, token by token.
+
+    Args:
+        num_generated: prompts given to `generate`.
+        limit_s: stop starting prompts after this; what was compared by then counts.
+    """
     module = reference.module("float32")
-    expected = []
-    for prompt in prompts:
-        expected += reference_texts(
-            module,
-            [prompt.token_ids],
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=target.eos_token_ids,
-        )
-        on_prompt(1)
-    sample = [*prompts[0].token_ids, *texts[0]]
-    noise = implementation_noise(target.model, module, sample)
-    dtype = arithmetic_dtype(target.model)
-    name = f"plain decoding against transformers' generate, {str(module.dtype)[6:]}"
-    return compare(
-        target, prompts, Texts(name, expected, texts), tolerance=tie_tolerance(noise, dtype)
-    )
+    deadline = time.monotonic() + limit_s
+    noise = implementation_noise(target.model, module, [*prompts[0].token_ids, *texts[0]])
+    tolerance = tie_tolerance(noise, arithmetic_dtype(target.model))
+    dtype = str(module.dtype).removeprefix("torch.")
+    methods: list[tuple[str, int, Callable[[list[int], list[int]], list[int]]]] = [
+        ("forward", len(prompts), lambda ids, text: reference_choices(module, ids, text)),
+        ("generate", num_generated, lambda ids, text: _generated(target, module, ids, text)),
+    ]
+    checks = []
+    for name, wanted, decode in methods:
+        expected: list[list[int]] = []
+        for prompt, text in list(zip(prompts, texts, strict=True))[:wanted]:
+            if expected and time.monotonic() > deadline:
+                break
+            expected.append(decode(prompt.token_ids, text))
+            on_prompt(1)
+        count = len(expected)
+        title = f"plain decoding against transformers' {name}, {dtype}"
+        compared = Texts(title, expected, texts[:count])
+        checks.append(compare(target, prompts[:count], compared, tolerance=tolerance))
+    return checks
+
+
+def _generated(target: Target, module: Any, ids: list[int], text: list[int]) -> list[int]:
+    """What `generate` returns with room for as many tokens as the text has."""
+    return reference_texts(
+        module, [ids], max_new_tokens=len(text), eos_token_ids=target.eos_token_ids
+    )[0]
 
 
 def find_baseline(
@@ -108,10 +131,17 @@ def find_baseline(
     ]
 
 
-def plain_decoders(target: Target, reference: Reference) -> dict[str, Decode]:
-    """The plain decoders of this product: our loop in the engine in use, transformers' generate."""
-    decoders = {own_decoder(target): speculative_decode(target, None, 0)}
-    if reference.is_available:
+def plain_decoders(
+    target: Target, reference: Reference, *, name: str | None = None
+) -> dict[str, Decode]:
+    """The plain decoders of this product: our loop in the engine in use, transformers' generate.
+
+    Args:
+        name: make only this one (another one may have to load the model again).
+    """
+    own = own_decoder(target)
+    decoders = {own: speculative_decode(target, None, 0)}
+    if reference.is_available and name != own:
         module = reference.module("auto")
         dtype = str(module.dtype).removeprefix("torch.")
         decoders[f"transformers generate, {dtype}"] = transformers_decode(

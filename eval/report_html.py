@@ -6,8 +6,11 @@ script of the trace viewer lie in templates/.
 
 import itertools
 import json
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
+from pathlib import Path
+from textwrap import shorten
 
 from eval.charts import Axes, Bar, Point, Series, bar_list, line_chart
 from eval.intervals import Interval
@@ -31,6 +34,7 @@ from eval.trace import Trace, WeakPrefix
 
 TIMES = "\u00d7"  # the multiplication sign
 MAX_WEAK_PREFIXES = 12  # rows of the table; all of them are in failures.jsonl
+MAX_PROMPT_CHARS = 240  # of a prompt above its trace
 MAX_SERIES = 4  # lines that stay readable in one plot
 
 
@@ -103,7 +107,7 @@ def _template(name: str) -> str:
 
 def _title(results: Results) -> str:
     drafter = results.drafters[0].name if results.drafters else "no drafter"
-    return f"{drafter} for {results.target.name}"
+    return f"{drafter} for {Path(results.target.name).name}"
 
 
 def _script_json(value: object) -> str:
@@ -129,10 +133,11 @@ def _header(results: Results) -> str:
     if verdict is not None:
         kind = {True: "yes", False: "no", None: "unclear"}[verdict.pays]
         headline = escape(verdict.headline.replace(" x", TIMES))
+        sentence = escape(verdict.sentence.replace("95 %", "95\u00a0%"))
         advice = f"<small>Next: {escape(verdict.next_step)}.</small>" if verdict.next_step else ""
         parts.append(
             f'<div class="verdict"><p class="number {kind}">{headline}</p>'
-            f'<h1 class="sentence">{escape(verdict.sentence)}{advice}</h1></div>'
+            f'<h1 class="sentence">{sentence}{advice}</h1></div>'
         )
     if not results.complete:
         parts.append(
@@ -162,7 +167,8 @@ def _tiles(results: Results) -> str:
     prediction = next((p for p in results.predictions if p.drafter == name), None)
     if prediction is not None:
         best = prediction.best_num_draft_tokens
-        tiles.append(("draft length to use", str(best) if best else "none", "by measured costs"))
+        why = "by measured costs" if best else "plain decoding is faster"
+        tiles.append(("draft length to use", str(best) if best else "none", why))
     certificate = next((c for c in results.exactness if c.drafter == name), None)
     if certificate is not None and certificate.checks:
         check = certificate.checks[0]
@@ -321,7 +327,8 @@ def _acceptance(results: Results) -> str:
             ]
             plots.append(_position_plot(chosen[:MAX_SERIES], suite))
     tables = _table(acceptance_table(results, greedy=True), titled=True)
-    tables += _table(acceptance_table(results, greedy=False), titled=True)
+    sampled = replace(acceptance_table(results, greedy=False), note="")  # the same note
+    tables += _table(sampled, titled=True)
     return tables + (f'<div class="plots">{"".join(plots)}</div>' if any(plots) else "")
 
 
@@ -361,7 +368,8 @@ def _traces(traces: list[Trace]) -> str:
                 f'<span class="{token.kind}{start}" data-token="{i}"{focus}>'
                 f"{escape(token.text)}</span>"
             )
-        asked = f"{escape(trace.suite)}, {escape(trace.prompt_id)}: {escape(trace.prompt)}"
+        prompt = shorten(trace.prompt, MAX_PROMPT_CHARS, placeholder=" ...")
+        asked = f"{escape(trace.suite)}, {escape(trace.prompt_id)}: {escape(prompt)}"
         summary = f"{trace.num_tokens} tokens in {len(trace.rounds)} rounds"
         blocks.append(
             f'<div class="trace" data-trace="{index}"><p class="asked">{asked} &middot; {summary}</p>'

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from eval.definitions import other_numbers
 from eval.intervals import Interval
-from eval.results import AcceptanceResult, Certificate, IdentityCheck, Results, SpeedResult
+from eval.results import AcceptanceResult, IdentityCheck, Results, SpeedResult
 
 
 @dataclass(frozen=True)
@@ -133,20 +133,19 @@ def acceptance_table(results: Results, *, greedy: bool) -> Table:
 
 
 def exactness_table(results: Results) -> Table:
-    """The certificate, one row a check."""
+    """The certificates, one row a check; what holds for every drafter is listed once."""
     rows = []
+    seen: list[IdentityCheck] = []
     for certificate in results.exactness:
         for check in certificate.checks:
-            rows.append(_check_row(certificate, check))
-        if certificate.self_draft_acceptance is not None:
-            rows.append(
-                [
-                    Cell(certificate.drafter),
-                    Cell("the target as its own drafter: acceptance rate", wide=True),
-                    share(certificate.self_draft_acceptance),
-                    Cell("98 % or more"),
-                ]
-            )
+            if check not in seen:
+                shared = all(check in other.checks for other in results.exactness)
+                rows.append(_check_row("every drafter" if shared else certificate.drafter, check))
+                seen.append(check)
+    if results.exactness and results.exactness[0].self_draft_acceptance is not None:
+        title = Cell("the target as its own drafter: acceptance rate, 98 % or more", wide=True)
+        rate = share(results.exactness[0].self_draft_acceptance)
+        rows.append([Cell("every drafter"), title, rate, Cell("")])
     return Table(
         "Exactness",
         ["drafter", "check", "identical", "first difference"],
@@ -155,14 +154,14 @@ def exactness_table(results: Results) -> Table:
     )
 
 
-def _check_row(certificate: Certificate, check: IdentityCheck) -> list[Cell]:
+def _check_row(drafter: str, check: IdentityCheck) -> list[Cell]:
     first = check.divergences[0] if check.divergences else None
     where = "none"
     if first is not None:
         gap = "" if first.top_two_gap is None else f", top-two gap {first.top_two_gap:.2g}"
         where = f"{first.prompt_id}, token {first.position}: {first.kind}{gap}"
     return [
-        Cell(certificate.drafter),
+        Cell(drafter),
         Cell(check.name, wide=True),
         Cell(f"{check.num_identical} of {check.num_prompts}"),
         Cell(where, wide=first is not None),

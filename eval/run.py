@@ -13,50 +13,44 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eval.acceptance import acceptance_result, measure_acceptance
-from eval.budget import TIMED_SHARE, Amounts, describe, estimate, fit_prompts, total
+from eval import measurements
+from eval.budget import (
+    REFERENCE_SHARE,
+    TIMED_SHARE,
+    Amounts,
+    describe,
+    estimate,
+    fit_prompts,
+    total,
+)
 from eval.conclusions import conclude
 from eval.config import EvaluationConfig
-from eval.costs import measure_costs, time_passes
-from eval.exactness import Texts, compare, self_draft_acceptance
+from eval.exactness import Texts, compare
 from eval.identity import drafter_facts, machine_facts, suite_facts, target_facts
-from eval.inspection import AnswerScores, score_answer, trace_answers, weak_prefixes
+from eval.inspection import AnswerScores, trace_answers, weak_prefixes
+from eval.measurements import Setting, TokenLists
 from eval.parts import Parts, fingerprint_of
 from eval.prediction import decoded_lengths, speedups_by_length
 from eval.progress import Stage, terminal_stage
-from eval.reference import (
-    Reference,
-    find_baseline,
-    noise_tolerance,
-    own_decoder,
-    plain_decoders,
-    reference_check,
-)
-from eval.replay import Answer, is_replayable, proposals, replay
+from eval.reference import Reference, own_decoder, plain_decoders
+from eval.replay import Answer, is_replayable
 from eval.report import write_report, write_results
 from eval.results import (
     SCHEMA_VERSION,
-    AcceptanceResult,
-    BaselineCandidate,
-    CostResult,
     Flag,
     IdentityCheck,
     ReplayedLength,
-    ReplayResult,
     Results,
 )
 from eval.suites import EvalPrompt, as_prompts, fitting, spread, write_prompts
 from eval.timing import SuiteTiming, time_suite
 from eval.trace import Trace, WeakPrefix
 from specdec_runtime.draft import Drafter
-from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.target import Target
 
 log = logging.getLogger(__name__)
 
 PROMPTS_FILE = "prompts.jsonl"  # beside results.json: what the evaluation can be repeated with
-SELF_DRAFT_TOKENS = 32
-TokenLists = list[list[int]]
 
 
 def evaluate(
@@ -93,104 +87,91 @@ def evaluate(
     suites = {name: as_prompts(name, given) for name, given in prompts.items()}
     if not suites or not all(suites.values()):
         raise ValueError("no prompts to evaluate on: give at least one suite with a prompt in it")
-    evaluation = _Evaluation(target, used, suites, config, folder, drafter_folders or {}, stage)
+    fitted = {name: _fitting(target, name, given, config) for name, given in suites.items()}
+    kept = {name: spread(given, config.num_prompts) for name, given in fitted.items()}
+    results = Results(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        target=target_facts(target),
+        machine=machine_facts(),
+        settings=asdict(config),
+        drafters=[
+            drafter_facts(name, drafter, (drafter_folders or {}).get(name))
+            for name, drafter in used.items()
+        ],
+    )
+    ids = {name: [p.token_ids for p in given] for name, given in kept.items()}
+    facts = (SCHEMA_VERSION, results.target, results.drafters, results.settings, ids)
+    parts = Parts(folder, fingerprint_of(*facts))
+    setting = Setting(target, used, kept, config, parts, stage, Reference(target))
+    too_long = {name: len(suites[name]) - len(fitted[name]) for name in suites}
+    evaluation = _Evaluation(setting, results, folder, too_long)
     evaluation.notes += notes
     return evaluation.run()
+
+
+def _fitting(
+    target: Target, suite: str, prompts: Sequence[EvalPrompt], config: EvaluationConfig
+) -> list[EvalPrompt]:
+    """The prompts that leave room for an answer."""
+    return fitting(
+        prompts,
+        max_new_tokens=config.max_new_tokens,
+        max_positions=target.model.max_positions,
+        suite=suite,
+    )
 
 
 class _Evaluation:
     """One `evaluate` call under way; `results` grows part by part."""
 
     def __init__(
-        self,
-        target: Target,
-        drafters: dict[str, Drafter],
-        suites: Mapping[str, list[EvalPrompt]],
-        config: EvaluationConfig,
-        folder: Path | None,
-        drafter_folders: Mapping[str, str],
-        stage: Stage,
+        self, setting: Setting, results: Results, folder: Path | None, too_long: dict[str, int]
     ) -> None:
         self.started = time.monotonic()
-        self.target, self.drafters, self.config = target, drafters, config
-        self.folder, self.stage = folder, stage
-        self.reference = Reference(target)
-        self.suites, self.too_long = self.fitting_prompts(suites)
-        self.results = Results(
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            target=target_facts(target),
-            machine=machine_facts(),
-            settings=asdict(config),
-            drafters=[
-                drafter_facts(name, drafter, drafter_folders.get(name))
-                for name, drafter in drafters.items()
-            ],
-        )
-        facts = (SCHEMA_VERSION, self.results.target, self.results.drafters, asdict(config))
-        ids = {name: [p.token_ids for p in kept] for name, kept in self.suites.items()}
-        self.parts = Parts(folder, fingerprint_of(*facts, ids))
+        self.setting, self.results = setting, results
+        self.folder, self.too_long = folder, too_long
         self.texts: dict[str, TokenLists] = {}  # the target's own greedy outputs, by suite
-        self.checks: dict[str, list[IdentityCheck]] = {name: [] for name in drafters}
+        self.checks: dict[str, list[IdentityCheck]] = {name: [] for name in setting.drafters}
         self.lengths: dict[tuple[str, str], list[ReplayedLength]] = {}
-        self.scores: dict[tuple[str, str], list[AnswerScores]] = {}
+        self.scores: dict[tuple[str, str], list[AnswerScores] | None] = {}
         self.notes: list[Flag] = []
 
     def run(self) -> Results:
         self.plan()
-        for suite in self.suites:
-            self.decode_plainly(suite)
-        self.measure_noise()
-        self.compare_with_reference()
+        for suite in self.setting.suites:
+            self.texts[suite] = measurements.plain_texts(self.setting, suite)
+        first_text = self.texts[self.setting.first_suite][0]
+        self.tolerance = measurements.tolerance(self.setting, first_text)
+        self_draft = measurements.self_acceptance(self.setting)
+        self.compare_with_transformers()
         self.choose_baseline()
-        for name in self.drafters:
+        for name in self.setting.drafters:
             self.measure_drafter(name)
             self.save()
-        for index in range(len(self.suites)):
-            self.time_suite(index)
+        for suite in self.setting.suites:
+            self.time(suite)
             self.save()
         conclude(
             self.results,
-            self.target,
+            self.setting.target,
             self.checks,
             self.lengths,
-            self_draft_acceptance=self.self_draft,
+            self_draft_acceptance=self_draft,
             notes=self.notes,
         )
         self.finish()
         return self.results
 
-    def fitting_prompts(
-        self, suites: Mapping[str, list[EvalPrompt]]
-    ) -> tuple[dict[str, list[EvalPrompt]], dict[str, int]]:
-        """Evenly chosen prompts that leave room for an answer; how many were too long."""
-        kept, too_long = {}, {}
-        for name, prompts in suites.items():
-            fit = fitting(
-                prompts,
-                max_new_tokens=self.config.max_new_tokens,
-                max_positions=self.target.model.max_positions,
-                suite=name,
-            )
-            too_long[name] = len(prompts) - len(fit)
-            kept[name] = spread(fit, self.config.num_prompts)
-        return kept, too_long
-
     def plan(self) -> None:
         """Measure a pass, choose how many prompts fit the time, say how long it will take."""
-        config, first = self.config, self.first_prompts()[0]
-        self.pass_s = self.parts.get(
-            "passes",
-            list[float],
-            lambda: time_passes(
-                self.target.model, first.token_ids, max_draft_tokens=config.max_draft_tokens
-            ),
-        )
-        prompts = [p for suite in self.suites.values() for p in suite]
+        setting, config = self.setting, self.setting.config
+        self.pass_s = measurements.passes(setting)
+        prompts = [p for suite in setting.suites.values() for p in suite]
         amounts = Amounts(
-            num_suites=len(self.suites),
-            num_prompts=max(map(len, self.suites.values())),
+            num_suites=len(setting.suites),
+            num_prompts=max(map(len, setting.suites.values())),
             prompt_tokens=sum(len(p.token_ids) for p in prompts) / len(prompts),
-            num_drafters=len(self.drafters),
+            num_drafters=len(setting.drafters),
             num_temperatures=1 if config.sampling_temperature is None else 2,
         )
         fitted = fit_prompts(self.pass_s, amounts, config)
@@ -199,195 +180,61 @@ class _Evaluation:
                 f"{fitted.num_prompts} instead of {amounts.num_prompts} prompts a suite, to stay "
                 f"within evaluation.time_limit_s={config.time_limit_s:.0f}"
             )
-            self.notes.append(Flag("note", "fewer_prompts", message))
-            self.suites = {k: spread(v, fitted.num_prompts) for k, v in self.suites.items()}
+            self.note("fewer_prompts", message)
+            for name, kept in setting.suites.items():
+                setting.suites[name] = spread(kept, fitted.num_prompts)
         parts = estimate(self.pass_s, fitted, config)
         least = TIMED_SHARE * config.time_limit_s
         self.timing_limit_s = max(config.time_limit_s - total(parts), least)
         log.info("evaluation: %s, timing up to %.0f s", describe(parts), self.timing_limit_s)
         self.results.suites = [
-            suite_facts(name, kept, self.too_long[name]) for name, kept in self.suites.items()
+            suite_facts(name, kept, self.too_long[name]) for name, kept in setting.suites.items()
         ]
         if self.folder is not None:
-            write_prompts(self.folder / PROMPTS_FILE, self.suites)
+            write_prompts(self.folder / PROMPTS_FILE, setting.suites)
 
-    def decode_plainly(self, suite: str) -> None:
-        """The target's own greedy texts."""
-        prompts = self.suites[suite]
-
-        def compute() -> TokenLists:
-            with self.stage(f"plain greedy texts, {suite}", len(prompts)) as advance:
-                return measure_acceptance(
-                    self.target,
-                    None,
-                    [p.token_ids for p in prompts],
-                    num_draft_tokens=0,
-                    max_new_tokens=self.config.max_new_tokens,
-                    batch_size=self.config.batch_size,
-                    on_prompts=advance,
-                ).token_ids
-
-        self.texts[suite] = self.parts.get(f"plain {suite}", TokenLists, compute)
-
-    def measure_noise(self) -> None:
-        """What rounding can flip here, and whether the target accepts its own drafts."""
-        suite, prompts = next(iter(self.suites.items()))
-        sample = [*prompts[0].token_ids, *self.texts[suite][0]]
-        width = self.config.num_draft_tokens + 1
-        self.tolerance = self.parts.get(
-            "tolerance", float, lambda: noise_tolerance(self.target, sample, width=width)
-        )
-        self.self_draft = self.parts.get(
-            "self draft",
-            float,
-            lambda: self_draft_acceptance(
-                self.target,
-                [p.token_ids for p in spread(prompts, 2)],
-                max_new_tokens=min(SELF_DRAFT_TOKENS, self.config.max_new_tokens),
-            ),
-        )
-
-    def compare_with_reference(self) -> None:
-        """Plain decoding against transformers' generate, on a few prompts; counts for everyone."""
-        suite, prompts = next(iter(self.suites.items()))
-        few = spread(prompts, self.config.reference_prompts)
-        if not few or not self.reference.is_available:
-            message = "texts were not compared with transformers' generate"
-            self.notes.append(Flag("note", "no_reference", message))
+    def compare_with_transformers(self) -> None:
+        """Plain decoding against transformers' own; what is found counts for every drafter."""
+        setting = self.setting
+        if not setting.config.reference_prompts or not setting.reference.is_available:
+            self.note("no_reference", "texts were not compared with transformers' own decoding")
             return
-        texts = dict(zip((p.id for p in prompts), self.texts[suite], strict=True))
-
-        def compute() -> IdentityCheck:
-            with self.stage("transformers' own greedy texts", len(few)) as advance:
-                return reference_check(
-                    self.target,
-                    self.reference,
-                    few,
-                    [texts[p.id] for p in few],
-                    max_new_tokens=self.config.max_new_tokens,
-                    on_prompt=advance,
-                )
-
-        check = self.parts.get("reference", IdentityCheck, compute)
+        limit_s = REFERENCE_SHARE * setting.config.time_limit_s
+        texts = self.texts[setting.first_suite]
+        found = measurements.transformers_checks(setting, texts, limit_s=limit_s)
         for checks in self.checks.values():
-            checks.append(check)
+            checks += found
 
     def choose_baseline(self) -> None:
         """The fastest plain decoding of the target; everything is compared with that one."""
-        prompts = [p.token_ids for p in self.first_prompts()[:1]]
-        self.results.baselines = self.parts.get(
-            "baselines",
-            list[BaselineCandidate],
-            lambda: find_baseline(
-                self.target, self.reference, prompts, max_new_tokens=self.config.max_new_tokens
-            ),
-        )
+        self.results.baselines = measurements.baselines(self.setting)
         self.baseline = next(b for b in self.results.baselines if b.used)
-        if self.baseline.name == own_decoder(self.target):
-            self.reference.release()
+        self.own_baseline = self.baseline.name == own_decoder(self.setting.target)
+        if self.own_baseline:
+            self.setting.reference.release()
 
     def measure_drafter(self, name: str) -> None:
         """Costs, acceptance at both temperatures, and replay."""
-        drafter, own = self.drafters[name], own_decoder(self.target)
-        plain_token_s = None if self.baseline.name == own else 1 / self.baseline.tokens_per_s
-        costs = self.parts.get(
-            f"costs {name}",
-            CostResult,
-            lambda: measure_costs(
-                self.target,
-                drafter,
-                self.first_prompts()[0].token_ids,
-                name=name,
-                max_draft_tokens=self.config.max_draft_tokens,
-                pass_s=self.pass_s,
-                plain_token_s=plain_token_s,
-            ),
-        )
-        self.results.costs.append(costs)
-        for suite in self.suites:
-            greedy = self.measure_acceptance(name, suite, 0.0)
+        setting = self.setting
+        plain_token_s = None if self.own_baseline else 1 / self.baseline.tokens_per_s
+        self.results.costs.append(measurements.costs(setting, name, self.pass_s, plain_token_s))
+        for suite, prompts in setting.suites.items():
+            greedy = measurements.acceptance(setting, name, suite, 0.0)
+            self.results.acceptance.append(greedy)
             found = [counts.token_ids for counts in greedy.prompts]
-            self.check_texts(name, suite, self.suites[suite], found, greedy.num_draft_tokens)
-            if self.config.sampling_temperature is not None:
-                self.measure_acceptance(name, suite, self.config.sampling_temperature)
-            if is_replayable(drafter):
-                self.lengths[name, suite] = self.replay(name, suite, greedy).lengths
-            else:
+            self.check_texts(name, suite, prompts, found, greedy.num_draft_tokens)
+            if setting.config.sampling_temperature is not None:
+                temperature = setting.config.sampling_temperature
+                sampled = measurements.acceptance(setting, name, suite, temperature)
+                self.results.acceptance.append(sampled)
+            if not is_replayable(setting.drafters[name]):
                 self.lengths[name, suite] = decoded_lengths(greedy)
-
-    def measure_acceptance(self, name: str, suite: str, temperature: float) -> AcceptanceResult:
-        """One row of the acceptance tables."""
-        config, drafter, prompts = self.config, self.drafters[name], self.suites[suite]
-        length = config.num_draft_tokens
-        if temperature == 0 and not is_replayable(drafter):
-            length = config.max_draft_tokens  # shorter ones are read off this decode
-
-        def compute() -> AcceptanceResult:
-            title = f"acceptance of {name}, {suite}, temperature {temperature:g}"
-            with self.stage(title, len(prompts)) as advance:
-                measured = measure_acceptance(
-                    self.target,
-                    drafter,
-                    [p.token_ids for p in prompts],
-                    num_draft_tokens=length,
-                    max_new_tokens=config.max_new_tokens,
-                    temperature=temperature,
-                    seed=config.seed,
-                    batch_size=config.batch_size,
-                    on_prompts=advance,
-                )
-            return acceptance_result(
-                measured,
-                prompts,
-                drafter=name,
-                suite=suite,
-                temperature=temperature,
-                num_draft_tokens=length,
-                num_resamples=config.num_resamples,
-                seed=config.seed,
-            )
-
-        part = f"acceptance {name} {suite} {temperature:g}"
-        result = self.parts.get(part, AcceptanceResult, compute)
-        self.results.acceptance.append(result)
-        return result
-
-    def replay(self, name: str, suite: str, greedy: AcceptanceResult) -> ReplayResult:
-        """Proposals and distributions along the target's texts."""
-        drafter, answers, config = self.drafters[name], self.answers(suite), self.config
-        if isinstance(drafter, CausalLMDrafter):
-            self.scores[name, suite] = self.parts.get(
-                f"scores {name} {suite}",
-                list[AnswerScores],
-                lambda: self.score(name, suite, drafter),
-            )
-        scores = self.scores.get((name, suite))
-
-        def compute() -> ReplayResult:
-            return replay(
-                answers,
-                [
-                    proposals(self.target, drafter, a, max_draft_tokens=config.max_draft_tokens)
-                    for a in answers
-                ],
-                decoded=greedy,
-                max_draft_tokens=config.max_draft_tokens,
-                overlaps=None if scores is None else [s.overlap for s in scores],
-                num_resamples=config.num_resamples,
-                seed=config.seed,
-            )
-
-        result = self.parts.get(f"replay {name} {suite}", ReplayResult, compute)
-        self.results.replay.append(result)
-        return result
-
-    def score(self, name: str, suite: str, drafter: CausalLMDrafter) -> list[AnswerScores]:
-        answers, scores = self.answers(suite), []
-        with self.stage(f"overlap of {name}, {suite}", len(answers)) as advance:
-            for answer in answers:
-                scores.append(score_answer(self.target, drafter, answer))
-                advance(1)
-        return scores
+                continue
+            answers = self.answers(suite)
+            scored = measurements.scores(setting, name, suite, answers)
+            replayed = measurements.replayed(setting, greedy, answers, scored)
+            self.results.replay.append(replayed)
+            self.scores[name, suite], self.lengths[name, suite] = scored, replayed.lengths
 
     def check_texts(
         self,
@@ -398,29 +245,30 @@ class _Evaluation:
         num_draft_tokens: int,
     ) -> None:
         """Speculative against plain texts of some prompts of a suite."""
-        expected = dict(zip((p.id for p in self.suites[suite]), self.texts[suite], strict=True))
+        plain = zip((p.id for p in self.setting.suites[suite]), self.texts[suite], strict=True)
+        expected = dict(plain)
         title = f"speculative against plain decoding, {suite}, {num_draft_tokens} drafted"
         texts = Texts(title, [expected[p.id] for p in prompts], found)
-        check = compare(self.target, prompts, texts, tolerance=self.tolerance)
+        check = compare(self.setting.target, prompts, texts, tolerance=self.tolerance)
         self.checks[name].append(check)
 
-    def time_suite(self, index: int) -> None:
+    def time(self, suite: str) -> None:
         """Plain decoding and every drafter at its recommended length; its texts are checked too."""
-        suite, prompts = list(self.suites.items())[index]
-        few = spread(prompts, self.config.speed_prompts)
-        timing = self.parts.get(
+        setting, prompts = self.setting, self.setting.suites[suite]
+        decoders = plain_decoders(setting.target, setting.reference, name=self.baseline.name)
+        timing = setting.parts.get(
             f"speed {suite}",
             SuiteTiming,
             lambda: time_suite(
-                self.target,
-                self.drafters,
-                {name: self.lengths_to_time(name, suite) for name in self.drafters},
-                few,
+                setting.target,
+                setting.drafters,
+                {name: self.lengths_to_time(name, suite) for name in setting.drafters},
+                spread(prompts, setting.config.speed_prompts),
                 suite=suite,
-                config=self.config,
-                plain=plain_decoders(self.target, self.reference)[self.baseline.name],
-                limit_s=self.timing_limit_s / len(self.suites),
-                stage=self.stage,
+                config=setting.config,
+                plain=decoders[self.baseline.name],
+                limit_s=self.timing_limit_s / len(setting.suites),
+                stage=setting.stage,
             ),
         )
         self.results.speed += timing.speeds
@@ -432,45 +280,42 @@ class _Evaluation:
 
     def lengths_to_time(self, name: str, suite: str) -> list[int]:
         """The best predicted length of a drafter, then those that the settings ask for."""
+        config = self.setting.config
         costs = next(c for c in self.results.costs if c.drafter == name).costs
         lengths = {one.num_draft_tokens: one for one in self.lengths[name, suite] if one.num_rounds}
         speedups = speedups_by_length(lengths, costs)
-        best = max(speedups, key=lambda k: speedups[k], default=self.config.num_draft_tokens)
-        also = self.config.also_time if name == next(iter(self.drafters)) else []
+        best = max(speedups, key=lambda k: speedups[k], default=config.num_draft_tokens)
+        also = config.also_time if name == next(iter(self.setting.drafters)) else []
         return [best, *(k for k in also if k != best)]
 
     def finish(self) -> None:
         """Traces and weak places of the first drafter, then the report."""
-        if self.folder is None:
-            self.complete()
-            return
-        name = next(iter(self.drafters))
+        setting, name = self.setting, next(iter(self.setting.drafters))
         traces: list[Trace] = []
         weak: list[WeakPrefix] = []
-        for index, (suite, prompts) in enumerate(self.suites.items()):
-            scores = self.scores.get((name, suite))
-            if index == 0:
-                traces = trace_answers(
-                    self.target,
-                    self.drafters[name],
-                    prompts[: self.config.trace_prompts],
-                    scores,
-                    num_draft_tokens=self.lengths_to_time(name, suite)[0],
-                    max_new_tokens=self.config.max_new_tokens,
-                    drafter_name=name,
-                    suite=suite,
-                )
-            if scores is not None:
+        if self.folder is not None:
+            suite = setting.first_suite
+            traces = trace_answers(
+                setting.target,
+                setting.drafters[name],
+                setting.first_prompts[: setting.config.trace_prompts],
+                self.scores.get((name, suite)),
+                num_draft_tokens=self.lengths_to_time(name, suite)[0],
+                max_new_tokens=setting.config.max_new_tokens,
+                drafter_name=name,
+                suite=suite,
+            )
+        for suite, prompts in setting.suites.items():
+            scored, answers = self.scores.get((name, suite)), self.answers(suite)
+            if scored is not None:
                 weak += weak_prefixes(
-                    self.target, prompts, self.answers(suite), scores, drafter=name, suite=suite
+                    setting.target, prompts, answers, scored, drafter=name, suite=suite
                 )
-        self.complete()
-        write_report(self.folder, self.results, traces, weak)
-        self.parts.forget()
-
-    def complete(self) -> None:
         self.results.complete = True
         self.results.seconds = time.monotonic() - self.started
+        if self.folder is not None:
+            write_report(self.folder, self.results, traces, weak)
+        setting.parts.forget()
 
     def save(self) -> None:
         """What there is so far, for whoever looks or in case it is stopped."""
@@ -478,11 +323,11 @@ class _Evaluation:
         if self.folder is not None:
             write_results(self.folder, self.results)
 
-    def first_prompts(self) -> list[EvalPrompt]:
-        return next(iter(self.suites.values()))
+    def note(self, code: str, message: str) -> None:
+        self.notes.append(Flag("note", code, message))
 
     def answers(self, suite: str) -> list[Answer]:
         return [
-            Answer(prompt.token_ids, text, self.config.max_new_tokens)
-            for prompt, text in zip(self.suites[suite], self.texts[suite], strict=True)
+            Answer(prompt.token_ids, text, self.setting.config.max_new_tokens)
+            for prompt, text in zip(self.setting.suites[suite], self.texts[suite], strict=True)
         ]

@@ -12,12 +12,14 @@ from eval.exactness import (
     compare,
     first_difference,
     implementation_noise,
+    reference_choices,
     reference_texts,
     self_draft_acceptance,
     shape_noise,
     tie_tolerance,
     top_two_gap,
 )
+from eval.reference import Reference, reference_checks
 from eval.results import IdentityCheck
 from eval.suites import EvalPrompt
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
@@ -64,7 +66,23 @@ def test_plain_texts_equal_transformers_generate(target, plain):
         module, IDS, max_new_tokens=MAX_NEW_TOKENS, eos_token_ids=target.eos_token_ids
     )
     assert check(target, expected, plain).passed
+    chosen = [reference_choices(module, i, t) for i, t in zip(IDS, plain, strict=True)]
+    assert check(target, chosen, plain).passed
     assert implementation_noise(target.model, module, [*IDS[0], *plain[0]]) < 1e-4
+
+
+def test_transformers_checks_cover_all_texts_and_a_few_by_generate(target, plain):
+    forward, generated = reference_checks(
+        target,
+        Reference(target),
+        PROMPTS,
+        plain,
+        num_generated=2,
+        limit_s=60.0,
+        on_prompt=lambda count: None,
+    )
+    assert (forward.num_identical, forward.num_prompts) == (4, 4)
+    assert (generated.num_identical, generated.num_prompts) == (2, 2)
 
 
 def test_one_wrong_token_fails_and_is_located(target, plain):

@@ -87,6 +87,13 @@ def test_hopeless_costs_are_said_to_be_hopeless():
     assert "not even a perfect drafter" in verdict.sentence
 
 
+def test_useless_drafter_is_told_that_it_must_match_better():
+    dear = replace(COST, costs=replace(COSTS, draft_cost=0.4))
+    verdict = verdict_of(speed("distilled", "held_out", 1, 0.8), rate=0.01, costs=dear)
+    assert "a better match" in verdict.next_step
+    assert "leaves room for" in verdict.next_step
+
+
 @pytest.mark.parametrize(("factor", "flagged"), [(1.0, False), (0.92, False), (0.85, True)])
 def test_prediction_and_clock_may_differ_by_ten_per_cent(factor, flagged):
     lengths = replay("distilled", "held_out", 0.6).lengths

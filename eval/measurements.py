@@ -1,0 +1,237 @@
+"""The measurements of an evaluation, each kept on disk once it is done (parts.py)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from eval.acceptance import acceptance_result, measure_acceptance
+from eval.config import EvaluationConfig
+from eval.costs import measure_costs, time_passes
+from eval.exactness import self_draft_acceptance
+from eval.inspection import AnswerScores, score_answer
+from eval.parts import Parts
+from eval.progress import Stage
+from eval.reference import Reference, find_baseline, noise_tolerance, reference_checks
+from eval.replay import Answer, is_replayable, proposals, replay
+from eval.results import (
+    AcceptanceResult,
+    BaselineCandidate,
+    CostResult,
+    IdentityCheck,
+    ReplayResult,
+)
+from eval.suites import EvalPrompt, spread
+from specdec_runtime.draft import Drafter
+from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.target import Target
+
+SELF_DRAFT_TOKENS = 32
+TokenLists = list[list[int]]
+
+
+@dataclass
+class Setting:
+    """What is measured on what; `suites` may shrink before the first measurement."""
+
+    target: Target
+    drafters: Mapping[str, Drafter]
+    suites: dict[str, list[EvalPrompt]]
+    config: EvaluationConfig
+    parts: Parts
+    stage: Stage
+    reference: Reference
+
+    @property
+    def first_suite(self) -> str:
+        return next(iter(self.suites))
+
+    @property
+    def first_prompts(self) -> list[EvalPrompt]:
+        return self.suites[self.first_suite]
+
+    @property
+    def bootstrap(self) -> dict[str, int]:
+        return {"num_resamples": self.config.num_resamples, "seed": self.config.seed}
+
+
+def passes(setting: Setting) -> list[float]:
+    """Seconds of a pass over 1, 2, ... tokens behind the first prompt."""
+    return setting.parts.get(
+        "passes",
+        list[float],
+        lambda: time_passes(
+            setting.target.model,
+            setting.first_prompts[0].token_ids,
+            max_draft_tokens=setting.config.max_draft_tokens,
+        ),
+    )
+
+
+def plain_texts(setting: Setting, suite: str) -> TokenLists:
+    """The target's own greedy texts."""
+    prompts, config = setting.suites[suite], setting.config
+
+    def compute() -> TokenLists:
+        with setting.stage(f"plain greedy texts, {suite}", len(prompts)) as advance:
+            return measure_acceptance(
+                setting.target,
+                None,
+                [p.token_ids for p in prompts],
+                num_draft_tokens=0,
+                max_new_tokens=config.max_new_tokens,
+                batch_size=config.batch_size,
+                on_prompts=advance,
+            ).token_ids
+
+    return setting.parts.get(f"plain {suite}", TokenLists, compute)
+
+
+def tolerance(setting: Setting, text: list[int]) -> float:
+    """Top-two gap that rounding can flip here; `text` is a greedy text of the first prompt."""
+    sample = [*setting.first_prompts[0].token_ids, *text]
+    width = setting.config.num_draft_tokens + 1
+    return setting.parts.get(
+        "tolerance", float, lambda: noise_tolerance(setting.target, sample, width=width)
+    )
+
+
+def self_acceptance(setting: Setting) -> float:
+    """Acceptance rate of the target as its own drafter, on two prompts."""
+    few = [p.token_ids for p in spread(setting.first_prompts, 2)]
+    amount = min(SELF_DRAFT_TOKENS, setting.config.max_new_tokens)
+    return setting.parts.get(
+        "self draft",
+        float,
+        lambda: self_draft_acceptance(setting.target, few, max_new_tokens=amount),
+    )
+
+
+def transformers_checks(
+    setting: Setting, texts: TokenLists, *, limit_s: float
+) -> list[IdentityCheck]:
+    """Plain texts of the first suite against transformers' own decoding."""
+    prompts = setting.first_prompts
+    few = min(setting.config.reference_prompts, len(prompts))
+
+    def compute() -> list[IdentityCheck]:
+        with setting.stage("texts of transformers", len(prompts) + few) as advance:
+            return reference_checks(
+                setting.target,
+                setting.reference,
+                prompts,
+                texts,
+                num_generated=few,
+                limit_s=limit_s,
+                on_prompt=advance,
+            )
+
+    return setting.parts.get("reference", list[IdentityCheck], compute)
+
+
+def baselines(setting: Setting) -> list[BaselineCandidate]:
+    """Ways to decode without a drafter, timed on the first prompt."""
+    return setting.parts.get(
+        "baselines",
+        list[BaselineCandidate],
+        lambda: find_baseline(
+            setting.target,
+            setting.reference,
+            [setting.first_prompts[0].token_ids],
+            max_new_tokens=setting.config.max_new_tokens,
+        ),
+    )
+
+
+def costs(
+    setting: Setting, name: str, pass_s: list[float], plain_token_s: float | None
+) -> CostResult:
+    """Costs of a round; `plain_token_s` as in `measure_costs`."""
+    return setting.parts.get(
+        f"costs {name}",
+        CostResult,
+        lambda: measure_costs(
+            setting.target,
+            setting.drafters[name],
+            setting.first_prompts[0].token_ids,
+            name=name,
+            max_draft_tokens=setting.config.max_draft_tokens,
+            pass_s=pass_s,
+            plain_token_s=plain_token_s,
+        ),
+    )
+
+
+def acceptance(setting: Setting, name: str, suite: str, temperature: float) -> AcceptanceResult:
+    """One row of the acceptance tables."""
+    config, drafter, prompts = setting.config, setting.drafters[name], setting.suites[suite]
+    length = config.num_draft_tokens
+    if temperature == 0 and not is_replayable(drafter):
+        length = config.max_draft_tokens  # shorter ones are read off this decode
+
+    def compute() -> AcceptanceResult:
+        title = f"acceptance of {name}, {suite}, temperature {temperature:g}"
+        with setting.stage(title, len(prompts)) as advance:
+            measured = measure_acceptance(
+                setting.target,
+                drafter,
+                [p.token_ids for p in prompts],
+                num_draft_tokens=length,
+                max_new_tokens=config.max_new_tokens,
+                temperature=temperature,
+                seed=config.seed,
+                batch_size=config.batch_size,
+                on_prompts=advance,
+            )
+        return acceptance_result(
+            measured,
+            prompts,
+            drafter=name,
+            suite=suite,
+            temperature=temperature,
+            num_draft_tokens=length,
+            **setting.bootstrap,
+        )
+
+    part = f"acceptance {name} {suite} {temperature:g}"
+    return setting.parts.get(part, AcceptanceResult, compute)
+
+
+def scores(
+    setting: Setting, name: str, suite: str, answers: list[Answer]
+) -> list[AnswerScores] | None:
+    """Both models' distributions along the answers; None for drafters that have none."""
+    drafter = setting.drafters[name]
+    if not isinstance(drafter, CausalLMDrafter):
+        return None
+
+    def compute() -> list[AnswerScores]:
+        found = []
+        with setting.stage(f"overlap of {name}, {suite}", len(answers)) as advance:
+            for answer in answers:
+                found.append(score_answer(setting.target, drafter, answer))
+                advance(1)
+        return found
+
+    return setting.parts.get(f"scores {name} {suite}", list[AnswerScores], compute)
+
+
+def replayed(
+    setting: Setting,
+    greedy: AcceptanceResult,
+    answers: list[Answer],
+    scored: list[AnswerScores] | None,
+) -> ReplayResult:
+    """Acceptance of the drafter of `greedy` at every draft length."""
+    longest = setting.config.max_draft_tokens
+    drafter = setting.drafters[greedy.drafter]
+
+    def compute() -> ReplayResult:
+        return replay(
+            answers,
+            [proposals(setting.target, drafter, a, max_draft_tokens=longest) for a in answers],
+            decoded=greedy,
+            max_draft_tokens=longest,
+            overlaps=None if scored is None else [s.overlap for s in scored],
+            **setting.bootstrap,
+        )
+
+    return setting.parts.get(f"replay {greedy.drafter} {greedy.suite}", ReplayResult, compute)
