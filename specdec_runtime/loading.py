@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import cached_file
 
 from specdec_runtime import drafters
@@ -21,6 +20,7 @@ from specdec_runtime.draft import Drafter
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.fingerprint import file_fingerprint, folder_fingerprint
 from specdec_runtime.formats import check_target, is_drafter_folder, read_manifest
+from specdec_runtime.pretrained import load_module, load_tokenizer
 from specdec_runtime.target import Target, end_of_text_ids
 from specdec_runtime.tokenizers import real_vocab_size, tokenizer_hash, unused_token_ids
 
@@ -55,7 +55,7 @@ def load_target(
     module = load_module(
         name, dtype=dtype, device=device, revision=revision, model_arguments=model_arguments
     )
-    tokenizer = _load_tokenizer(name, revision)
+    tokenizer = load_tokenizer(name, revision=revision)
     folder = _local_folder(name, revision)
     model = make_model(module, engine=engine)
     real = real_vocab_size(tokenizer)
@@ -77,47 +77,16 @@ def load_target(
     )
 
 
-def load_module(
-    name: str | Path,
-    *,
-    dtype: torch.dtype | str = "auto",
-    device: torch.device | str = "auto",
-    revision: str | None = None,
-    model_arguments: Mapping[str, Any] | None = None,
-) -> PreTrainedModel:
-    """The transformers model alone, in eval mode. Arguments and errors as `load_target`."""
-    arguments = dict(model_arguments or {})
-    path = Path(name)
-    if path.is_absolute() and not path.exists():
-        raise ValueError(f"{name}: no such folder; expected a model folder, GGUF file or hub id")
-    if path.suffix == ".gguf":
-        arguments["gguf_file"] = path.name
-        name = path.parent
-    chosen = _default_device() if device == "auto" else torch.device(device)
-    try:
-        module: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, revision=revision or "main", **arguments
-        )
-    except OSError as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no model can be loaded from {str(name)!r}: {reason}") from error
-    if "device_map" not in arguments and not getattr(module, "is_quantized", False):
-        module.to(device=chosen)
-    is_cuda = module.device.type == "cuda"
-    if dtype == "auto" and is_cuda and module.dtype == torch.float32:
-        module.to(dtype=torch.bfloat16)
-    return module.eval()
-
-
 def load_drafter(
     spec: str | Path, target: Target, *, engine: Engine | str = Engine.auto, **settings: Any
 ) -> Drafter | None:
     """Load a drafter for `target`.
 
     Args:
-        spec: "none" (plain decoding, returns None); a kind that needs no weights ("lookup" is
-            short for "prompt_lookup"); a drafter folder; or a folder or hub id of any causal LM
-            with the target's tokenizer.
+        spec: "none" (plain decoding, returns None); a kind that needs no files ("suffix_lookup",
+            "early_exit", "lookup" for short of "prompt_lookup"); a drafter folder; a folder or
+            hub id of any causal LM with the target's tokenizer; or KIND:FOLDER to have a model
+            used in another way ("cross_tokenizer:...", "composite:...").
         engine: see `Engine`.
         settings: of the kind, replacing those stored in the folder.
 
@@ -127,9 +96,10 @@ def load_drafter(
     if spec == "none":
         return None
     kinds = drafter_kinds()
-    kind = "prompt_lookup" if spec == "lookup" else str(spec)
+    kind, _, source = str(spec).partition(":")
+    kind = "prompt_lookup" if kind == "lookup" else kind
     if kind in kinds and not Path(spec).exists():
-        return _kind_module(kind).load(None, target, engine=engine, settings=settings)
+        return _kind_module(kind).load(source or None, target, engine=engine, settings=settings)
     if is_drafter_folder(spec):
         manifest = read_manifest(spec)
         if manifest.kind not in kinds:
@@ -156,17 +126,6 @@ def _kind_module(kind: str) -> Any:
     return importlib.import_module(f"specdec_runtime.drafters.{kind}")
 
 
-def _load_tokenizer(name: str | Path, revision: str | None) -> Any:
-    path = Path(name)
-    extra = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    folder = path.parent if extra else name
-    try:
-        return AutoTokenizer.from_pretrained(folder, revision=revision or "main", **extra)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no tokenizer can be loaded from {str(name)!r}: {reason}") from error
-
-
 def _installed(name: str | Path) -> str | Path:
     """The newest folder that `distill` has converted under this name; else the name itself."""
     if Path(name).exists() or "/" in str(name):
@@ -190,7 +149,3 @@ def _local_folder(name: str | Path, revision: str | None) -> Path:
 def _revision(folder: Path) -> str:
     """The commit in a hub cache path .../snapshots/COMMIT; "" elsewhere."""
     return folder.name if folder.parent.name == "snapshots" else ""
-
-
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -64,6 +64,7 @@ def as_draft_plan(value: int | DraftLength | TreeShape) -> ChainSetting | TreeSe
 class _ChainPlan:
     def __init__(self, policy: DraftLength, batch_size: int, session: DraftSession) -> None:
         self._needs_confidence = policy.needs_confidence
+        self._most = policy.num_draft_tokens
         self._lengths = policy.begin(batch_size)
         self._session = session
         self._round: LengthRound | None = None
@@ -75,6 +76,7 @@ class _ChainPlan:
         limits: list[int],
         features: dict[int, Tensor],
     ) -> Draft:
+        limits = [min(limit, self._most) for limit in limits]
         self._round = LengthRound(
             self._lengths, rows, limits, needs_confidence=self._needs_confidence
         )

@@ -20,6 +20,9 @@ class TableCache:
         chosen = slice(None) if rows is None else list(rows)
         self.lengths[chosen] = torch.minimum(self.lengths[chosen], torch.as_tensor(lengths))
 
+    def keep_path(self, row, start, slots) -> None:
+        self.lengths[row] = start + len(slots)
+
 
 class TableModel:
     """Implements `CausalModel`; `logits_at(positions [b, Q], token_ids [b, Q])` -> [b, Q, V]."""

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.conftest import tiny_llama
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -28,6 +27,7 @@ from transformers import (
 
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.masks import attention_mask
+from tests.conftest import tiny_llama
 
 SHAPE = {
     "vocab_size": 64,

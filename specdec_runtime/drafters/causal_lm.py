@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from specdec_runtime.chain import draft_chain
 from specdec_runtime.draft import Draft, no_draft
@@ -21,6 +21,7 @@ from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.formats import read_draft_vocab
 from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.pretrained import load_module, load_tokenizer
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 from specdec_runtime.tokenizers import check_same_tokenizer
@@ -99,26 +100,16 @@ def load(
     """
     if folder is None:
         raise ValueError("a causal_lm drafter needs a model: give its folder or hub id")
-    temperature = settings.get("temperature")
-    _check_tokenizer(folder, target)
-    device = target.model.device
-    module = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
-    module.to(device=device)
-    draft_vocab = read_draft_vocab(folder)
-    return CausalLMDrafter.from_module(
-        module, draft_vocab=draft_vocab, temperature=temperature, engine=engine
-    )
-
-
-def _check_tokenizer(folder: str | Path, target: Target) -> None:
     if target.tokenizer is None:
         raise ValueError("the target has no tokenizer to compare the drafter's with: load_target")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"no drafter can be loaded from {str(folder)!r}: {reason}") from error
-    check_same_tokenizer(tokenizer, target.tokenizer)
+    check_same_tokenizer(load_tokenizer(folder), target.tokenizer)
+    module = load_module(folder, device=target.model.device)
+    return CausalLMDrafter.from_module(
+        module,
+        draft_vocab=read_draft_vocab(folder),
+        temperature=settings.get("temperature"),
+        engine=engine,
+    )
 
 
 class CausalLMSession:

@@ -4,8 +4,8 @@ Like prompt lookup, but over all that has been seen, with the draft length follo
 as long as the match that was found (longer matches, longer drafts), and only while the occurrences
 agree. No model; strong where requests resemble each other (agents, editing, templated answers).
 
-Deterministic, so its drafts are certain tokens (one-hot). What is remembered of earlier requests
-changes which tokens are proposed, never the text.
+Deterministic, so its drafts are certain tokens (one-hot). What is known of earlier requests
+changes which tokens are proposed, never the law of the text.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,9 @@ class SuffixLookupDrafter:
         min_match: shortest match worth proposing from, in tokens.
         tokens_per_match: drafted tokens per matched token, at most.
         min_survival: goes on while at least this share of the occurrences agrees.
-        remembers: whether finished requests join the corpus, for later calls of this drafter.
+        remembers: whether what is decoded joins the corpus as it comes, for the other rows and
+            later calls. Sampled text then still follows the target's distribution, but a seed
+            gives the same text only for the same memory.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -43,7 +45,7 @@ class SuffixLookupDrafter:
         min_match: int = 2,
         tokens_per_match: float = 1.0,
         min_survival: float = 0.1,
-        remembers: bool = True,
+        remembers: bool = False,
     ) -> None:
         if min_match < 1:
             raise ValueError(f"min_match is {min_match}, expected at least 1 token")

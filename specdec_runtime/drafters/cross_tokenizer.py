@@ -1,0 +1,224 @@
+"""A causal LM with another tokenizer as the drafter.
+
+Two ways, both lossless (Timor et al. 2025, arXiv:2502.05202):
+- `text`, for greedy rows: the drafter writes text, which is re-encoded in the target's tokens and
+  compared with the target's own (their SLEM). Deterministic, so certain tokens (one-hot).
+- `tokens`, for sampling: the drafter's distribution is restricted to the tokens that spell the same
+  in both vocabularies and renormalised; its draws are tested like any other's (their TLI).
+
+Shapes: b rows, n of them in a pass, V the target's real vocabulary, W the drafter's head rows.
+"""
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec_runtime.chain import draft_chain
+from specdec_runtime.draft import Draft, chains
+from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.engines import Engine, make_model
+from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.pretrained import load_module, load_tokenizer
+from specdec_runtime.retokenized import Retokenized
+from specdec_runtime.sampling import Sampler
+from specdec_runtime.target import Target
+from specdec_runtime.token_bytes import shared_tokens
+
+
+class Mode(Enum):
+    """What crosses from one tokenizer to the other; `auto`: text if all rows are greedy."""
+
+    auto = "auto"
+    text = "text"
+    tokens = "tokens"
+
+
+class CrossTokenizerDrafter:
+    """Drafts with a model that reads and writes other tokens than the target.
+
+    Args:
+        model: the drafting model.
+        tokenizer: its tokenizer.
+        target_tokenizer: the target's.
+        mode: see `Mode`.
+        temperature: replaces the temperature of rows that sample, while drafting tokens.
+
+    Raises:
+        ValueError: if the vocabularies share no token.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+    max_positions: int | None = None  # counted in the drafter's own tokens
+
+    def __init__(
+        self,
+        model: CausalModel,
+        tokenizer: Any,
+        target_tokenizer: Any,
+        *,
+        mode: Mode | str = Mode.auto,
+        temperature: float | None = None,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.target_tokenizer = target_tokenizer
+        self.mode = Mode(mode)
+        self.temperature = temperature
+        self.draft_ids, self.target_ids = shared_tokens(tokenizer, target_tokenizer)
+
+    def begin(
+        self, batch_size: int, capacity: int, sampler: Sampler
+    ) -> "TextDraftSession | TokenDraftSession":
+        is_text = self.mode is Mode.text or (self.mode is Mode.auto and sampler.all_greedy)
+        kind = TextDraftSession if is_text else TokenDraftSession
+        return kind(self, batch_size, sampler)
+
+
+def load(
+    folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
+) -> CrossTokenizerDrafter:
+    """The causal LM in `folder` with its own tokenizer. Settings: `mode`, `temperature`."""
+    if folder is None:
+        raise ValueError("a cross_tokenizer drafter needs a model: cross_tokenizer:FOLDER_OR_ID")
+    if target.tokenizer is None:
+        raise ValueError("a cross_tokenizer drafter needs the target's tokenizer: use load_target")
+    module = load_module(folder, device=target.model.device)
+    return CrossTokenizerDrafter(
+        make_model(module, engine=engine), load_tokenizer(folder), target.tokenizer, **settings
+    )
+
+
+class _Session:
+    """The drafter's cache, kept in step with the re-encoded committed text."""
+
+    def __init__(self, drafter: CrossTokenizerDrafter, batch_size: int, sampler: Sampler) -> None:
+        self._drafter = drafter
+        self._model = drafter.model
+        self._sampler = sampler
+        self._texts = [
+            Retokenized(drafter.tokenizer, drafter.target_tokenizer) for _ in range(batch_size)
+        ]
+        self._fed: list[list[int]] = [[] for _ in range(batch_size)]  # ids in the cache
+        # The same text may take more tokens here than in the target: the positions are the bound.
+        self._cache: Cache = drafter.model.new_cache(batch_size, drafter.model.max_positions)
+
+    def commit(self, rows: list[int], committed: list[list[int]]) -> None:
+        pass  # what no longer fits the text is dropped when it is read again
+
+    def _read(self, rows: list[int], committed: list[list[int]], lengths: LengthRound) -> None:
+        """Re-encode, roll the cache back to what still holds, and cap rows that cannot draft."""
+        for member, (row, tokens) in enumerate(zip(rows, committed, strict=True)):
+            text = self._texts[row]
+            text.read(tokens)
+            common = 0
+            for own, fed in zip(text.draft_ids[:-1], self._fed[row], strict=False):
+                if own != fed:
+                    break
+                common += 1
+            self._fed[row] = self._fed[row][:common]
+            self._cache.truncate([common], [row])
+            room = self._model.max_positions - len(text.draft_ids) + 1
+            can_draft = text.is_whole and text.draft_ids
+            lengths.cap(member, room if can_draft else 0)
+
+    def _feed(self, members: list[int], rows: list[int], ids: Tensor | None) -> Tensor:
+        """[n, W] logits after feeding `ids` [n], or what the cache lacks of the text."""
+        batch = [rows[member] for member in members]
+        if ids is None:
+            new = [self._texts[row].draft_ids[len(self._fed[row]) :] for row in batch]
+        else:
+            new = [[token] for token in ids.tolist()]
+        width = max(map(len, new))
+        padded = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in new])
+        counts = torch.tensor([len(tokens) for tokens in new])
+        for row, tokens in zip(batch, new, strict=True):
+            self._fed[row] = self._fed[row] + tokens
+        output = self._model.forward(
+            padded, self._cache, num_new=counts, rows=batch, last_only=True
+        )
+        assert output.logits is not None
+        return output.logits[:, 0]
+
+
+class TextDraftSession(_Session):
+    """Drafts text and re-encodes it."""
+
+    def propose(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        lengths: LengthRound,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        self._read(rows, committed, lengths)
+        wanted = [lengths.limit(member) for member in range(len(rows))]
+        written: list[list[int]] = [[] for _ in rows]
+        members = [member for member, count in enumerate(wanted) if count > 0]
+        ids = None
+        while members:  # about one token here for one of the target's
+            tokens = self._feed(members, rows, ids).argmax(-1).tolist()
+            for member, token in zip(members, tokens, strict=True):
+                written[member].append(token)
+            members = [member for member in members if len(written[member]) < wanted[member]]
+            ids = torch.tensor([written[member][-1] for member in members])
+        found = []
+        for member, (row, tokens) in enumerate(zip(rows, committed, strict=True)):
+            found.append(self._in_target_tokens(row, tokens, written[member]))
+            lengths.cap(member, len(found[-1]))
+        while lengths.ask():
+            lengths.tell(None)
+        counts = lengths.num_drafted
+        return chains([tokens[:count] for tokens, count in zip(found, counts, strict=True)])
+
+    def _in_target_tokens(self, row: int, tokens: list[int], written: list[int]) -> list[int]:
+        """What was written, re-encoded: up to the first id that the target's head does not have."""
+        eos = self._drafter.tokenizer.eos_token_id
+        target_eos = self._drafter.target_tokenizer.eos_token_id
+        ends = eos in written
+        text = written[: written.index(eos)] if ends else written
+        token_ids = self._texts[row].to_target(tokens, text)
+        if ends and target_eos is not None:
+            token_ids = [*token_ids, target_eos]
+        wrong = [i for i, token in enumerate(token_ids) if token >= self._sampler.vocab_size]
+        return token_ids[: wrong[0]] if wrong else token_ids
+
+
+class TokenDraftSession(_Session):
+    """Draws tokens that both vocabularies have."""
+
+    def __init__(self, drafter: CrossTokenizerDrafter, batch_size: int, sampler: Sampler) -> None:
+        super().__init__(drafter, batch_size, sampler)
+        is_real = drafter.target_ids < sampler.vocab_size
+        device = drafter.model.device
+        self._draft_ids = drafter.draft_ids[is_real].to(device)
+        self._target_ids = drafter.target_ids[is_real].to(device)
+        self._to_draft = torch.zeros(sampler.vocab_size, dtype=torch.int64, device=device)
+        self._to_draft[self._target_ids] = self._draft_ids
+
+    def propose(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        lengths: LengthRound,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        self._read(rows, committed, lengths)
+
+        def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
+            ids = None if tokens is None else self._to_draft[tokens]
+            logits = self._feed(members, rows, ids)
+            full = logits.new_full((len(members), self._sampler.vocab_size), float("-inf"))
+            full[:, self._target_ids] = logits[:, self._draft_ids]
+            return full
+
+        return draft_chain(
+            rows,
+            committed,
+            lengths,
+            sampler=self._sampler,
+            next_logits=next_logits,
+            temperature=self._drafter.temperature,
+        )

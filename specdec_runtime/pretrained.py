@@ -1,0 +1,78 @@
+"""Reading models and tokenizers through transformers, with errors that say what is wrong."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+
+def load_module(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "auto",
+    revision: str | None = None,
+    model_arguments: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A causal LM in eval mode; weights that are missing are an error.
+
+    Args:
+        name: hub id, folder, or GGUF file.
+        dtype: "auto" = as stored; on CUDA bfloat16 where float32 is stored.
+        device: "auto" = CUDA if present, else CPU; a device_map in `model_arguments` rules.
+        revision: of the hub repository.
+        model_arguments: further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: if there is no such model, or it is not complete.
+    """
+    arguments = dict(model_arguments or {})
+    path = Path(name)
+    if path.is_absolute() and not path.exists():
+        raise ValueError(f"{name}: no such folder; expected a model folder, GGUF file or hub id")
+    if path.suffix == ".gguf":
+        arguments["gguf_file"] = path.name
+        name = path.parent
+    chosen = _default_device() if device == "auto" else torch.device(device)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, revision=revision or "main", output_loading_info=True, **arguments
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no model can be loaded from {str(name)!r}: {reason}") from error
+    module, report = loaded
+    if report["missing_keys"]:  # transformers would go on with random numbers in their place
+        missing = sorted(report["missing_keys"])
+        raise ValueError(
+            f"{name}: {len(missing)} weights are missing, {missing[0]} first: expected a complete "
+            "model folder"
+        )
+    if "device_map" not in arguments and not getattr(module, "is_quantized", False):
+        module.to(device=chosen)
+    is_cuda = module.device.type == "cuda"
+    if dtype == "auto" and is_cuda and module.dtype == torch.float32:
+        module.to(dtype=torch.bfloat16)
+    return module.eval()
+
+
+def load_tokenizer(name: str | Path, *, revision: str | None = None) -> Any:
+    """The tokenizer beside a model.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    path = Path(name)
+    extra = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = path.parent if extra else name
+    try:
+        return AutoTokenizer.from_pretrained(folder, revision=revision or "main", **extra)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(f"no tokenizer can be loaded from {str(name)!r}: {reason}") from error
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
