@@ -39,7 +39,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Axes:
-    """Ranges, labels and an optional horizontal reference line of a plot."""
+    """Ranges, labels and an optional horizontal reference line of a plot.
+
+    x_names: names of the places 0, 1, ... where x counts groups instead of measuring something.
+    """
 
     x_label: str
     y_label: str
@@ -48,6 +51,7 @@ class Axes:
     reference: float | None = None
     reference_label: str = ""
     percent: bool = False
+    x_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,9 +152,10 @@ def _draw_axes(frame: _Frame, axes: Axes, x_values: list[int]) -> None:
         )
         tick = round(tick + step, 10)
     for value in x_values:
+        name = axes.x_names[value] if axes.x_names else str(value)
         frame.parts.append(
             f'<text class="tick" x="{frame.x(value):.1f}" y="{HEIGHT - BOTTOM + 16}" '
-            f'text-anchor="middle">{value}</text>'
+            f'text-anchor="middle">{escape(name)}</text>'
         )
     if axes.reference is not None:
         y = frame.y(axes.reference)

@@ -34,18 +34,23 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """Per answer token but the first: overlap, the top tokens of both, the target's probability."""
+    """Per answer token but the first.
+
+    overlap: sum(min(target, draft)). target, draft: their most probable tokens.
+    answer_probability: the target's of the token it said. entropy: the target's, in nats.
+    """
 
     overlap: list[float]
     target: list[TopTokens]
     draft: list[TopTokens]
     answer_probability: list[float]
+    entropy: list[float]
 
 
 @torch.inference_mode()
 def score_answer(target: Target, drafter: CausalLMDrafter, answer: Answer) -> AnswerScores:
     """Both distributions along one answer; positions that the drafter cannot reach are left out."""
-    scores = AnswerScores([], [], [], [])
+    scores = AnswerScores([], [], [], [], [])
     if len(answer.token_ids) < 2:
         return scores
     target_hidden = answer_hidden(target.model, answer)
@@ -59,6 +64,7 @@ def score_answer(target: Target, drafter: CausalLMDrafter, answer: Answer) -> An
         answered = torch.tensor(answer.token_ids[1:])[window, None].to(target_probs.device)
         scores.overlap.extend(torch.minimum(target_probs, draft_probs).sum(-1).tolist())
         scores.answer_probability.extend(target_probs.gather(1, answered)[:, 0].tolist())
+        scores.entropy.extend(torch.special.entr(target_probs).sum(-1).tolist())
         scores.target.extend(_top_tokens(target_probs))
         scores.draft.extend(_top_tokens(draft_probs))
     return scores

@@ -4,7 +4,6 @@ Plots are SVG (charts.py), tables come from report_tables.py, the page's frame, 
 script of the trace viewer lie in templates/.
 """
 
-import itertools
 import json
 from dataclasses import replace
 from html import escape
@@ -12,13 +11,20 @@ from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
 
-from eval.charts import Axes, Bar, Point, Series, bar_list, line_chart
-from eval.intervals import Interval
+from eval.breakdown import BY_CATEGORY, BY_CLASS, BY_ENTROPY, BY_POSITION
+from eval.report_plots import (
+    TIMES,
+    breakdown_plot,
+    decomposition_plots,
+    position_plot,
+    speed_plots,
+)
 from eval.report_tables import (
     Cell,
     Table,
     acceptance_table,
     baseline_table,
+    breakdown_table,
     cost_table,
     definition_table,
     exactness_table,
@@ -29,13 +35,11 @@ from eval.report_tables import (
     replay_table,
     speed_table,
 )
-from eval.results import AcceptanceResult, Prediction, Results, SpeedResult, Verdict
+from eval.results import Prediction, Results, Verdict
 from eval.trace import Trace, WeakPrefix
 
-TIMES = "\u00d7"  # the multiplication sign
 MAX_WEAK_PREFIXES = 12  # rows of the table; all of them are in failures.jsonl
 MAX_PROMPT_CHARS = 240  # of a prompt above its trace
-MAX_SERIES = 4  # lines that stay readable in one plot
 
 
 def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -> str:
@@ -45,12 +49,12 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
         _section(
             "Does it pay?",
             "Time per token against the fastest plain decoding of the same target.",
-            _table(speed_table(results)) + _speed_plots(results),
+            _table(speed_table(results)) + speed_plots(results),
         ),
         _section(
             "What eats the gain, and what would help",
             "The ideal speedup is the number of tokens a round; each cost takes its part of it.",
-            _decomposition_plots(results),
+            _costs(results),
         ),
         _section(
             "How much is accepted",
@@ -73,10 +77,11 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
             _traces(traces),
         ),
         _section(
-            "Where it fails",
-            "Where the target and the drafter agree least; failures.jsonl holds them all, as "
-            "prefixes that the next run can train on.",
-            _weak_table(weak),
+            "Where it does well and where it fails",
+            "Along the target's own greedy texts: agreement is the share of tokens that the "
+            "drafter would have proposed. failures.jsonl holds the places where the two agree "
+            "least, as prefixes that the next run can train on.",
+            _breakdown(results) + _weak_table(weak),
         ),
         _section("Numbers for comparison", "", _comparison(results)),
     ]
@@ -229,82 +234,9 @@ def _cell(table: Table, column: int, cell: Cell) -> str:
     return f"<td{attribute}>{escape(cell.text)}{bounds}</td>"
 
 
-def _speed_plots(results: Results) -> str:
-    """Speedup against draft length, a plot a suite: lines predicted, dots measured."""
-    plots = []
-    for suite in [suite.name for suite in results.suites]:
-        series = []
-        shown = [p for p in results.predictions if p.suite == suite][:MAX_SERIES]
-        for colour, prediction in enumerate(shown):
-            series += _speed_series(prediction, results.speed, colour)
-        axes = Axes(
-            "draft length (0 = plain decoding)",
-            "speedup",
-            reference=1.0,
-            reference_label="break-even",
-        )
-        plots.append(line_chart(f"Decode speedup by draft length, {suite}", series, axes))
-    return f'<div class="plots">{"".join(plots)}</div>' if any(plots) else ""
-
-
-def _speed_series(prediction: Prediction, speeds: list[SpeedResult], colour: int) -> list[Series]:
-    line = [Point(0, 1.0)] + [
-        Point(length.num_draft_tokens, length.speedup) for length in prediction.lengths
-    ]
-    measured = [
-        _interval_point(
-            s.num_draft_tokens,
-            s.decode_speedup,
-            f"{s.drafter}, {s.num_draft_tokens} drafted: measured",
-        )
-        for s in speeds
-        if (s.drafter, s.suite) == (prediction.drafter, prediction.suite) and s.decode_speedup
-    ]
-    return [
-        Series(f"{prediction.drafter}, predicted", line, colour, marks=False, dashed=True),
-        Series(f"{prediction.drafter}, measured", measured, colour, line=False),
-    ]
-
-
-def _interval_point(x: float, value: Interval, title: str) -> Point:
-    assert value.value is not None
-    bounds = "" if value.low is None else f" ({value.low:.2f} to {value.high:.2f})"
-    return Point(x, value.value, value.low, value.high, f"{title} {value.value:.2f}{bounds}")
-
-
-def _decomposition_plots(results: Results) -> str:
+def _costs(results: Results) -> str:
     main = _main_prediction(results)
-    if main is None or not main.decomposition:
-        return _table(cost_table(results))
-    length = main.measured_num_draft_tokens or main.best_num_draft_tokens
-    steps = main.decomposition
-    bars = [Bar("ideal: tokens a round", 0.0, steps[0].speedup, f"{steps[0].speedup:.2f}{TIMES}")]
-    for before, after in itertools.pairwise(steps):
-        loss = after.speedup - before.speedup
-        low, high = sorted((before.speedup, after.speedup))
-        bars.append(Bar(f"{after.name}", low, high, f"{loss:+.2f}", "loss"))
-    bars.append(Bar("predicted", 0.0, steps[-1].speedup, f"{steps[-1].speedup:.2f}{TIMES}", "s2"))
-    measured = next(
-        (
-            s
-            for s in results.speed
-            if (s.drafter, s.suite, s.num_draft_tokens) == (main.drafter, main.suite, length)
-        ),
-        None,
-    )
-    if measured is not None and measured.decode_speedup and measured.speedup:
-        for name, value in (
-            ("measured, decoding alone", measured.decode_speedup.value),
-            ("measured, with the prefill", measured.speedup.value),
-        ):
-            bars.append(Bar(name, 0.0, value or 0.0, f"{value:.2f}{TIMES}", "s2"))
-    eaten = bar_list(f"From ideal to measured, {length} drafted, {main.suite}", bars, reference=1.0)
-    changes = [
-        Bar(s.name, 0.0, s.speedup, f"{s.speedup:.2f}{TIMES}", "s2" if i == 0 else "s0")
-        for i, s in enumerate(main.what_if)
-    ]
-    helped = bar_list("Predicted speedup at the best draft length, if ...", changes, reference=1.0)
-    plots = f'<div class="plots">{eaten}{helped}</div>'
+    plots = "" if main is None else decomposition_plots(results, main)
     return plots + _table(cost_table(results))
 
 
@@ -325,29 +257,11 @@ def _acceptance(results: Results) -> str:
                 for a in results.acceptance
                 if (a.temperature == 0) == greedy and a.suite == suite and a.num_drafted
             ]
-            plots.append(_position_plot(chosen[:MAX_SERIES], suite))
+            plots.append(position_plot(chosen, suite))
     tables = _table(acceptance_table(results, greedy=True), titled=True)
     sampled = replace(acceptance_table(results, greedy=False), note="")  # the same note
     tables += _table(sampled, titled=True)
     return tables + (f'<div class="plots">{"".join(plots)}</div>' if any(plots) else "")
-
-
-def _position_plot(chosen: list[AcceptanceResult], suite: str) -> str:
-    if not chosen:
-        return ""
-    series = []
-    for colour, result in enumerate(chosen):
-        offset = 0.06 * (colour - (len(chosen) - 1) / 2)
-        points = [
-            _interval_point(position + offset, value, f"{result.drafter}, position {position}:")
-            for position, value in enumerate(result.acceptance_by_position, start=1)
-            if value.value is not None
-        ]
-        series.append(Series(result.drafter, points, colour))
-    temperature = chosen[0].temperature
-    axes = Axes("position in the draft", "kept", y_max=1.0, percent=True)
-    title = f"Kept drafts by position, {suite}, temperature {temperature:g}"
-    return line_chart(title, series, axes)
 
 
 def _traces(traces: list[Trace]) -> str:
@@ -376,6 +290,25 @@ def _traces(traces: list[Trace]) -> str:
             f'<div class="tokens">{"".join(spans)}</div></div>'
         )
     return key + "".join(blocks)
+
+
+def _breakdown(results: Results) -> str:
+    """Agreement of the first drafter by entropy and position as plots, by class as tables."""
+    if not results.drafters:
+        return ""
+    name = results.drafters[0].name
+    plots = "".join(
+        breakdown_plot(results, name, by, label)
+        for by, label in (
+            (BY_ENTROPY, "target's entropy, nats"),
+            (BY_POSITION, "tokens into the answer"),
+        )
+    )
+    tables = "".join(
+        _table(breakdown_table(results, name, by), titled=True) for by in (BY_CLASS, BY_CATEGORY)
+    )
+    weak = f"<h3>Where {escape(name)} agrees least</h3>" if tables else ""
+    return (f'<div class="plots">{plots}</div>' if plots else "") + tables + weak
 
 
 def _weak_table(weak: list[WeakPrefix]) -> str:

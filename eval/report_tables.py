@@ -240,6 +240,27 @@ def length_table(results: Results, drafter: str, suite: str) -> Table:
     )
 
 
+def breakdown_table(results: Results, drafter: str, by: str) -> Table:
+    """Agreement and overlap of one drafter by kind of position."""
+    chosen = [b for b in results.breakdown if (b.drafter, b.by) == (drafter, by)]
+    rows = [
+        [
+            Cell(b.suite),
+            Cell(b.group),
+            interval(b.agreement),
+            interval(b.overlap),
+            Cell(str(b.num_positions)),
+        ]
+        for b in chosen
+    ]
+    return Table(
+        f"By {by}: {drafter}",
+        ["prompts", by, "agreement", "overlap", "positions"],
+        rows,
+        text_columns=frozenset({0, 1}),
+    )
+
+
 def cost_table(results: Results) -> Table:
     """Measured costs in passes of the target over one token."""
     longest = max((c.costs.max_draft_tokens for c in results.costs), default=0)

@@ -143,6 +143,22 @@ class ReplayResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BreakdownResult:
+    """Agreement and overlap of a drafter on one kind of position of the target's greedy texts.
+
+    by: "category" (of the prompt), "token class", "target entropy" (nats) or "answer position".
+    """
+
+    drafter: str
+    suite: str
+    by: str
+    group: str
+    num_positions: int
+    agreement: Interval
+    overlap: Interval
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostResult:
     """Measured costs of one drafter, in seconds and in passes of the target over one token."""
 
@@ -303,5 +319,6 @@ class Results:
     speed: list[SpeedResult] = field(default_factory=list)
     acceptance: list[AcceptanceResult] = field(default_factory=list)
     replay: list[ReplayResult] = field(default_factory=list)
+    breakdown: list[BreakdownResult] = field(default_factory=list)
     costs: list[CostResult] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)

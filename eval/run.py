@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from eval import measurements
+from eval.breakdown import breakdown
 from eval.budget import (
     REFERENCE_SHARE,
     TIMED_SHARE,
@@ -235,6 +236,16 @@ class _Evaluation:
             replayed = measurements.replayed(setting, greedy, answers, scored)
             self.results.replay.append(replayed)
             self.scores[name, suite], self.lengths[name, suite] = scored, replayed.lengths
+            if scored is not None:
+                self.results.breakdown += breakdown(
+                    setting.target,
+                    prompts,
+                    answers,
+                    scored,
+                    drafter=name,
+                    suite=suite,
+                    **setting.bootstrap,
+                )
 
     def check_texts(
         self,

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from eval.acceptance import acceptance_result, measure_acceptance
+from eval.breakdown import breakdown, edge_group, token_classes
+from eval.inspection import score_answer, trace_answers, weak_prefixes
 from eval.replay import Answer, proposals, replay, replayed_stats
 from eval.suites import EvalPrompt
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
@@ -113,3 +115,70 @@ def record(measured):
         temperature=0.0,
         num_draft_tokens=3,
     )
+
+
+def test_breakdown_groups_every_position_once_and_agrees_with_the_replay(target, answers):
+    drafter = half_right_draft()
+    scores = [score_answer(target, drafter, answer) for answer in answers]
+    kinds = ("even", "odd")
+    prompts = [EvalPrompt(str(i), ids, kinds[i % 2]) for i, ids in enumerate(PROMPTS)]
+    groups = breakdown(target, prompts, answers, scores, drafter="d", suite="s", num_resamples=100)
+    found = [proposals(target, drafter, answer, max_draft_tokens=1) for answer in answers]
+    matching = sum(sum(p.num_matching) for p in found)
+    by_category = [g for g in groups if g.by == "category"]
+    assert sum(g.num_positions for g in by_category) == sum(len(p.num_matching) for p in found)
+    assert sum(g.agreement.value * g.num_positions for g in by_category) == pytest.approx(matching)
+
+
+def test_overlap_is_one_for_a_perfect_drafter_and_lower_for_others(target, answers):
+    perfect = score_answer(target, DRAFTERS["perfect"](), answers[0])
+    assert perfect.overlap == pytest.approx([1.0] * len(perfect.overlap))
+    useless = score_answer(target, DRAFTERS["useless"](), answers[0])
+    assert max(useless.overlap) < 1.0
+    assert all(entropy >= 0 for entropy in useless.entropy)
+
+
+def test_weak_prefixes_are_places_where_the_top_tokens_differ(target, answers):
+    drafter = half_right_draft()
+    scores = [score_answer(target, drafter, answer) for answer in answers]
+    prompts = [EvalPrompt(str(i), ids) for i, ids in enumerate(PROMPTS)]
+    weak = weak_prefixes(target, prompts, answers, scores, drafter="d", suite="s")
+    assert weak
+    assert all(place.target_token_id != place.draft_token_id for place in weak)
+    assert [place.overlap for place in weak] == sorted(place.overlap for place in weak)
+    place = weak[0]
+    answer = answers[int(place.prompt_id)]
+    assert place.token_ids == [*answer.prompt_ids, *answer.token_ids[: place.position]]
+    assert place.target_token_id == answer.token_ids[place.position]
+
+
+def test_trace_tells_accepted_corrected_and_bonus_tokens_apart(target):
+    prompts = [EvalPrompt("a", PROMPTS[0], None, "asked")]
+    trace = trace_answers(
+        target,
+        half_right_draft(),
+        prompts,
+        None,
+        num_draft_tokens=2,
+        max_new_tokens=16,
+        drafter_name="d",
+        suite="s",
+    )[0]
+    kinds = [token.kind for token in trace.tokens]
+    assert kinds[0] == "first"
+    assert kinds.count("accepted") == sum(r.accepted for r in trace.rounds)
+    ends = [r for r in trace.rounds if r.drafted > 0]
+    assert kinds.count("bonus") == sum(r.accepted == r.drafted for r in ends)
+    assert kinds.count("corrected") == sum(r.accepted < r.drafted for r in ends)
+
+
+def test_token_classes_know_code_numbers_and_word_starts():
+    texts = [" The", " cat", "s", " 42", ",", "```", "python", "\n", "x", "```", " end", "\n\n"]
+    assert token_classes(texts) == [
+        *("word start", "word start", "continuation", "number", "punctuation"),
+        *("code", "code", "code", "code", "code", "word start", "space"),
+    ]
+
+
+def test_ranges_are_named_by_their_edges():
+    assert [edge_group(v, (1, 2, 4)) for v in (0.5, 1, 3, 4)] == ["< 1", "1 to 2", "2 to 4", ">= 4"]

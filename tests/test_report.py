@@ -22,6 +22,7 @@ from eval.report_tables import speed_table
 from eval.results import (
     AcceptanceResult,
     BaselineCandidate,
+    BreakdownResult,
     Certificate,
     CostResult,
     DrafterFacts,
@@ -169,6 +170,28 @@ def a_weak_prefix() -> WeakPrefix:
     )
 
 
+def breakdown_of(suite: str) -> list[BreakdownResult]:
+    groups = {
+        "token class": {"code": 0.7, "number": 0.4, "word start": 0.45, "continuation": 0.8},
+        "category": {"qa": 0.5, "math": 0.6},
+        "target entropy": {"< 0.1": 0.9, "0.1 to 0.5": 0.7, "0.5 to 1": 0.5, ">= 3": 0.1},
+        "answer position": {"< 16": 0.4, "16 to 32": 0.5, "32 to 64": 0.55},
+    }
+    return [
+        BreakdownResult(
+            drafter="distilled",
+            suite=suite,
+            by=by,
+            group=group,
+            num_positions=200,
+            agreement=Interval(value, value - 0.05, value + 0.05),
+            overlap=Interval(value - 0.1, value - 0.15, value - 0.05),
+        )
+        for by, values in groups.items()
+        for group, value in values.items()
+    ]
+
+
 def sample_results() -> Results:
     names, suites = ["distilled", "lookup"], ["held_out", "mt_bench"]
     rates = {"distilled": [0.62, 0.38, 0.22], "lookup": [0.21, 0.15, 0.11]}
@@ -207,6 +230,7 @@ def sample_results() -> Results:
             BaselineCandidate(name="transformers eager", tokens_per_s=23.1, used=False),
         ],
     )
+    results.breakdown = breakdown_of("held_out") + breakdown_of("mt_bench")
     for name in names:
         check = IdentityCheck(
             name="speculative against plain decoding",

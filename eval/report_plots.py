@@ -1,0 +1,127 @@
+"""The plots of an evaluation: records in, figures of charts.py out."""
+
+import itertools
+
+from eval.charts import Axes, Bar, Point, Series, bar_list, line_chart
+from eval.intervals import Interval
+from eval.results import AcceptanceResult, Prediction, Results, SpeedResult
+
+TIMES = "\u00d7"  # the multiplication sign
+MAX_SERIES = 4  # lines that stay readable in one plot
+
+
+def speed_plots(results: Results) -> str:
+    """Speedup against draft length, a plot a suite: lines predicted, dots measured."""
+    plots = []
+    for suite in [suite.name for suite in results.suites]:
+        series = []
+        shown = [p for p in results.predictions if p.suite == suite][:MAX_SERIES]
+        for colour, prediction in enumerate(shown):
+            series += _speed_series(prediction, results.speed, colour)
+        axes = Axes(
+            "draft length (0 = plain decoding)",
+            "speedup",
+            reference=1.0,
+            reference_label="break-even",
+        )
+        plots.append(line_chart(f"Decode speedup by draft length, {suite}", series, axes))
+    return f'<div class="plots">{"".join(plots)}</div>' if any(plots) else ""
+
+
+def _factor(name: str, value: float | None, kind: str) -> Bar:
+    assert value is not None
+    return Bar(name, 0.0, value, f"{value:.2f}{TIMES}", kind)
+
+
+def _speed_series(prediction: Prediction, speeds: list[SpeedResult], colour: int) -> list[Series]:
+    line = [Point(0, 1.0)] + [
+        Point(length.num_draft_tokens, length.speedup) for length in prediction.lengths
+    ]
+    measured = [
+        _interval_point(
+            s.num_draft_tokens,
+            s.decode_speedup,
+            f"{s.drafter}, {s.num_draft_tokens} drafted: measured",
+        )
+        for s in speeds
+        if (s.drafter, s.suite) == (prediction.drafter, prediction.suite) and s.decode_speedup
+    ]
+    return [
+        Series(f"{prediction.drafter}, predicted", line, colour, marks=False, dashed=True),
+        Series(f"{prediction.drafter}, measured", measured, colour, line=False),
+    ]
+
+
+def _interval_point(x: float, value: Interval, title: str) -> Point:
+    assert value.value is not None
+    bounds = "" if value.low is None else f" ({value.low:.2f} to {value.high:.2f})"
+    return Point(x, value.value, value.low, value.high, f"{title} {value.value:.2f}{bounds}")
+
+
+def decomposition_plots(results: Results, prediction: Prediction) -> str:
+    """From the ideal speedup down to the measured one, and what single changes would bring."""
+    if not prediction.decomposition:
+        return ""
+    length = prediction.measured_num_draft_tokens or prediction.best_num_draft_tokens
+    steps = prediction.decomposition
+    bars = [_factor("ideal: tokens a round", steps[0].speedup, "s0")]
+    for before, after in itertools.pairwise(steps):
+        low, high = sorted((before.speedup, after.speedup))
+        bars.append(Bar(after.name, low, high, f"{after.speedup - before.speedup:+.2f}", "loss"))
+    bars.append(_factor("predicted", steps[-1].speedup, "s2"))
+    key = (prediction.drafter, prediction.suite, length)
+    for speed in results.speed:
+        measured = (speed.drafter, speed.suite, speed.num_draft_tokens) == key
+        if measured and speed.decode_speedup and speed.speedup:
+            bars.append(_factor("measured, decoding alone", speed.decode_speedup.value, "s2"))
+            bars.append(_factor("measured, with the prefill", speed.speedup.value, "s2"))
+    title = f"From ideal to measured, {length} drafted, {prediction.suite}"
+    changes = [
+        _factor(step.name, step.speedup, "s2" if i == 0 else "s0")
+        for i, step in enumerate(prediction.what_if)
+    ]
+    eaten = bar_list(title, bars, reference=1.0)
+    helped = bar_list("Predicted speedup at the best draft length, if ...", changes, reference=1.0)
+    return f'<div class="plots">{eaten}{helped}</div>'
+
+
+def position_plot(chosen: list[AcceptanceResult], suite: str) -> str:
+    """Share of rounds that kept the draft at each position, a line a drafter."""
+    chosen = chosen[:MAX_SERIES]
+    if not chosen:
+        return ""
+    series = []
+    for colour, result in enumerate(chosen):
+        offset = 0.06 * (colour - (len(chosen) - 1) / 2)
+        points = [
+            _interval_point(position + offset, value, f"{result.drafter}, position {position}:")
+            for position, value in enumerate(result.acceptance_by_position, start=1)
+            if value.value is not None
+        ]
+        series.append(Series(result.drafter, points, colour))
+    temperature = chosen[0].temperature
+    axes = Axes("position in the draft", "kept", y_max=1.0, percent=True)
+    title = f"Kept drafts by position, {suite}, temperature {temperature:g}"
+    return line_chart(title, series, axes)
+
+
+def breakdown_plot(results: Results, drafter: str, by: str, label: str) -> str:
+    """Agreement of one drafter by ranges of something, a line a suite."""
+    chosen = [b for b in results.breakdown if (b.drafter, b.by) == (drafter, by)]
+    groups = list(dict.fromkeys(b.group for b in sorted(chosen, key=lambda b: _edge(b.group))))
+    series = []
+    for colour, suite in enumerate(suite.name for suite in results.suites):
+        points = [
+            _interval_point(groups.index(b.group), b.agreement, f"{suite}, {b.group}:")
+            for b in chosen
+            if b.suite == suite
+        ]
+        if points:
+            series.append(Series(suite, points, colour))
+    axes = Axes(label, "agreement", y_max=1.0, percent=True, x_names=tuple(groups))
+    return line_chart(f"Agreement by {by}, {drafter}", series, axes)
+
+
+def _edge(group: str) -> float:
+    """The lower edge of a range, for sorting."""
+    return -1.0 if group.startswith("<") else float(group.removeprefix(">= ").split(" to ")[0])
