@@ -32,16 +32,14 @@ def fit_lens(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     Raises:
         ValueError: if there is no position, or a state is not finite.
     """
-    gram = cross = None
+    sums: tuple[Tensor, Tensor] | None = None
     for states, wanted in pairs:
         states, wanted = states.double(), wanted.double()
-        if gram is None:
-            gram = states.new_zeros(states.shape[1], states.shape[1])
-            cross = states.new_zeros(states.shape[1], wanted.shape[1])
-        gram += states.T @ states
-        cross += states.T @ wanted
-    if gram is None or cross is None:
+        part = states.T @ states, states.T @ wanted
+        sums = part if sums is None else (sums[0] + part[0], sums[1] + part[1])
+    if sums is None:
         raise ValueError("no position to fit the drafter's head on: expected answers with tokens")
+    gram, cross = sums
     ridge = _RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
     lens = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), cross)
     if not torch.isfinite(lens).all():

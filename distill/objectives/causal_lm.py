@@ -127,7 +127,7 @@ def _state_pairs(
     module: PreTrainedModel, examples: Sequence[Example], max_positions: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     module.eval()
-    device = module.get_input_embeddings().weight.device
+    device = next(module.parameters()).device
     stream = BatchStream(examples, max_tokens=2048, seed=0)
     taken = number = 0
     while taken < max_positions and stream.epoch_of(number) == 0:
