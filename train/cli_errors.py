@@ -9,7 +9,7 @@ import difflib
 import re
 from typing import Any, get_type_hints
 
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
@@ -26,6 +26,8 @@ def explain(error: BaseException, schema: type) -> str:
     text = f"{error}\n{cause}" if cause is not error else str(error)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(error.missing_cfg_file, list(error.options or []))
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} can not be read: {_first_line(str(error))}"
     if match := re.search(r"Could not override '([^']+)'\. No match in the defaults list", text):
         group = match[1]
         return f"{group}=... is not among the defaults: write +{group}=... in front of it"
@@ -81,7 +83,8 @@ def check_complete(config: DictConfig, schema: type) -> None:
         if path not in valid and not _in_open_node(path, schema):
             raise ValueError(unknown_key(path, schema))
     if missing := sorted(OmegaConf.missing_keys(config)):
-        raise ValueError(f"{missing[0]} has no value: give {missing[0]}=...")
+        also = " or start an experiment" if missing[0] == "name" else ""
+        raise ValueError(f"{missing[0]} has no value: give {missing[0]}=...{also}")
 
 
 def _unknown_choice(file: str, options: list[str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec_runtime.formats import (
@@ -51,7 +51,7 @@ class DrafterWriter:
     def __call__(self, folder: Path) -> Path:
         """Raises a ValueError if the folder exists and holds anything."""
         written = copy.deepcopy(self._module)
-        written.to(dtype=self._dtype)
+        nn.Module.to(written, dtype=self._dtype)
         written.config.dtype = self._dtype  # the configuration says what the tensors are
         return write_drafter(
             folder, written, self._manifest, tokenizer=self._tokenizer, tensors=self._tensors

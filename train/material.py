@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distill.answers import AnswerSet, write_answers
 from distill.answers.manifest import fingerprint, make_manifest
-from distill.prompts import Prompt, PromptSets, load_prompts
+from distill.prompts import Prompt, PromptSets, load_prompts, read_prompts
 from distill.self_prompts import self_prompts
 from distill.target_folder import resolve_target
 from distill.templates import ChatTemplate
@@ -69,6 +69,8 @@ def prepare(job: Job) -> Material:
         ValueError: if the target can not be fetched or loaded, or prompts can not be used.
     """
     config = job.config
+    if config.prompts.file is not None:
+        read_prompts(Path(config.prompts.file))  # a broken line should be known at once
     with job.progress("target") as progress:
         progress.update(0, None, config.target.model)
         source = on_main(job.accelerator, lambda: target_source(config.target))

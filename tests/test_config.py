@@ -1,0 +1,109 @@
+"""Settings: every experiment composes, and what is wrong is refused in one line before any load."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from distill.losses import LossName
+from train.cli_errors import CONFIG_ERRORS, check_complete, explain, key_paths, unknown_key
+from train.config import TrainConfig
+
+CONF = Path(__file__).parent.parent / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+GROUPS = ("loss", "optim", "tracking", "prompts", "draft")
+
+
+def composed(*overrides: str) -> TrainConfig:
+    with initialize_config_module("conf", version_base="1.3"):
+        settings = compose("train", overrides=list(overrides))
+    check_complete(settings, TrainConfig)
+    config = OmegaConf.to_object(settings)
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+def refusal(*overrides: str) -> str:
+    """The one line that a user gets."""
+    with pytest.raises((*CONFIG_ERRORS, ValueError)) as error:
+        composed(*overrides)
+    line = explain(error.value, TrainConfig)
+    assert "\n" not in line
+    return line
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_composes_and_bears_its_own_name(name: str):
+    assert composed(f"+experiment={name}").name == name
+
+
+@pytest.mark.parametrize("loss", [loss.value for loss in LossName])
+def test_every_loss_is_a_choice_and_every_choice_of_the_other_groups_composes(loss: str):
+    number = [member.value for member in LossName].index(loss)
+    choices = {
+        group: sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in GROUPS
+    }
+    cycled = [f"{group}={names[number % len(names)]}" for group, names in choices.items()]
+    config = composed("name=x", *cycled, f"loss={loss}")
+    assert config.loss.name.value == loss
+    assert loss in choices["loss"]
+    assert len(choices["loss"]) == len(LossName)
+
+
+def test_every_file_of_a_group_says_what_it_is():
+    for path in CONF.glob("*/*.yaml"):
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("# @")]
+        assert lines[0].startswith("# "), path
+
+
+def test_the_baseline_differs_from_distill_in_its_loss_alone():
+    ours, baseline = composed("+experiment=distill"), composed("+experiment=hard_labels")
+    assert baseline.loss.name is LossName.hard_labels
+    baseline.loss, baseline.name = ours.loss, ours.name
+    assert baseline == ours
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("optim.lerning_rate=1", "did you mean optim.learning_rate?"),
+        ("+optim.lerning_rate=1", "did you mean optim.learning_rate?"),
+        ("training.learning_rate=1", "did you mean optim.learning_rate?"),
+        ("loss=forward_lk", "did you mean forward_kl?"),
+        ("loss.name=kll", "expected one of [forward_kl"),
+        ("+experiment=distil", "did you mean distill?"),
+        ("experiment=smoke", "write +experiment="),
+        ("optim.learning_rate=-1", "optim.learning_rate must be positive, got -1.0"),
+        ("optim.learning_rate=fast", "optim.learning_rate: "),
+        ("acceptance.share=2", "acceptance.share must lie between 0 and 1"),
+        ("+prompts.sources.word_problem=1", "prompts.sources.word_problem is not a source"),
+        ("target.model=???", "target.model has no value"),
+        ("target.model=${oc.env:SURELY_NOT_SET}", "environment variable SURELY_NOT_SET is not set"),
+        ("optim.betas=[0.9", "optim.betas=[0.9 can not be read"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_a_remedy(override: str, says: str):
+    first = [] if "experiment" in override else ["+experiment=distill"]
+    assert says in refusal(*first, override)
+
+
+def test_a_training_without_an_end_is_refused():
+    said = refusal("+experiment=distill", "training.budget_minutes=null")
+    assert "training never ends" in said
+    assert "training.max_steps" in said
+
+
+def test_a_run_without_a_name_asks_for_one():
+    assert refusal() == "name has no value: give name=... or start an experiment"
+
+
+def test_free_keys_are_accepted_where_the_schema_has_them():
+    options = composed("name=x", "+target.template_options.enable_thinking=false").target
+    assert options.template_options == {"enable_thinking": False}
+
+
+def test_key_paths_hold_nodes_and_leaves():
+    paths = key_paths(TrainConfig)
+    assert {"optim", "optim.learning_rate", "evaluation.num_prompts", "draft.layers"} <= set(paths)
+    assert unknown_key("qqq.zzz", TrainConfig).endswith("for all keys")
