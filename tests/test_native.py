@@ -153,6 +153,18 @@ def test_ragged_batches_refilled_rows_and_threads_give_the_same_bits(name):
                 del fed[row]
 
 
+def test_more_threads_than_cores_give_the_same_bits():
+    model, ids, counts = make_native(), random_ids(3, 6), torch.tensor([6, 3, 1])
+    expected = model.greedy_chain(ids, model.new_cache(3, 16), num_new=counts, steps=5)
+    last = model.forward(ids, model.new_cache(3, 16), num_new=counts, last_only=True).logits
+    torch.set_num_threads(5)
+    for _ in range(10):
+        drafted = model.greedy_chain(ids, model.new_cache(3, 16), num_new=counts, steps=5)
+        assert torch.equal(drafted, expected)
+        again = model.forward(ids, model.new_cache(3, 16), num_new=counts, last_only=True).logits
+        assert torch.equal(again, last)
+
+
 def test_rollback_leaves_no_trace():
     model, ids, wrong = make_native(), random_ids(1, 30), random_ids(1, 40, seed=2)
     expected = one_by_one(model, ids)

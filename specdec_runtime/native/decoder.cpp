@@ -77,7 +77,7 @@ constexpr int64_t MAX_TOKENS_NORMALISED_ALONE = 8;
 
 // The activations of one segment. Kept by each calling thread: no page faults from call to call.
 struct Buffers {
-    std::vector<float> residual, normed, qkv, attended, gated, cosine, sine, scores;
+    std::vector<float> residual, normed, wanted, qkv, attended, gated, cosine, sine, scores;
 
     void resize(std::vector<float>& buffer, int64_t size) {
         if (int64_t(buffer.size()) < size) buffer.resize(size);
@@ -167,6 +167,7 @@ Segment::Segment(const Model& model, const Cache& cache, const Request& request,
     buffers.resize(buffers.residual, num_tokens * hidden_stride);
     const int64_t copies = num_tokens <= MAX_TOKENS_NORMALISED_ALONE ? request.threads : 1;
     buffers.resize(buffers.normed, copies * num_tokens * hidden_stride);
+    buffers.resize(buffers.wanted, int64_t(logit_tokens.size()) * hidden_stride);
     buffers.resize(buffers.qkv, num_tokens * qkv_stride);
     buffers.resize(buffers.attended, num_tokens * attended_stride);
     buffers.resize(buffers.gated, num_tokens * gated_stride);
@@ -224,7 +225,8 @@ void Segment::write_hidden(Team& team, int64_t k, const float* x) {
 }
 
 // The residual after RMSNorm. Of few tokens every thread makes its own copy: that costs less than
-// waiting for the others.
+// waiting for the others. A thread that is so late that others change the residual meanwhile finds
+// the stage that would use its copy over: the residual changes two stages later at the earliest.
 const float* Segment::normalise(Team& team, const float* weight) {
     const bool alone = num_tokens <= MAX_TOKENS_NORMALISED_ALONE;
     float* out =
@@ -396,17 +398,14 @@ void Segment::run_head(Team& team) {
     write_hidden(team, model.num_layers + 1, normed);
     const int64_t count = int64_t(logit_tokens.size());
     if (count == 0) return;
-    // The rows that need logits, side by side; the residual is no longer needed.
-    float* wanted = buffers.residual.data();
-    if (count < num_tokens) {
-        team.share(1, [](int64_t) {});  // every thread has read the residual
+    if (count < num_tokens) {  // the rows that need logits, side by side
         team.share(count, [&](int64_t i) {
             std::copy_n(normed + logit_tokens[i] * hidden_stride, hidden_stride,
-                        wanted + i * hidden_stride);
+                        &buffers.wanted[i * hidden_stride]);
         });
+        normed = buffers.wanted.data();
     }
-    matrix_product<Weight>(team, model.head, count < num_tokens ? wanted : normed, hidden_stride,
-                           count, 1,
+    matrix_product<Weight>(team, model.head, normed, hidden_stride, count, 1,
                            [this](int64_t row, int64_t first, int64_t width, const float* product) {
                                const int64_t real = std::min(width, model.num_logits - first);
                                std::copy_n(product, std::max<int64_t>(real, 0),

@@ -28,8 +28,9 @@ inline void pause_briefly() {
 class Team {
   public:
     // Calls body(task) for task = 0 .. count - 1, each once, by whichever thread is free; returns
-    // when all are done. A thread that comes late may return at once: what it read before must not
-    // be used unless a later body() runs on it.
+    // when all are done. A thread that comes late may return at once, and others may by then be
+    // stages ahead: what it prepares on its own between two calls must read only data that stays
+    // as it is until the stages that use it are over.
     template <class Body>
     void share(int64_t count, Body body) {
         if (count == 0) return;
@@ -64,28 +65,32 @@ class Team {
     static constexpr int SPINS = 1000;
 
     struct Shared {
-        alignas(64) std::atomic<uint64_t> ticket{
-            0};  // stage in the upper half, next task in the lower
+        // Stage in the upper half, next task in the lower.
+        alignas(64) std::atomic<uint64_t> ticket{0};
         alignas(64) std::atomic<int64_t> finished{0};
-        alignas(64) std::atomic<uint32_t> stage{0};  // the same stage, to sleep on
+        alignas(64) std::atomic<uint32_t> changes{0};  // of the stage, to sleep on
     };
     Shared& shared;
     uint32_t stage = 0;
 
     explicit Team(Shared& shared) : shared(shared) {}
 
+    bool is_current() const { return shared.ticket.load(std::memory_order_acquire) >> 32 == stage; }
+
     void start_next_stage() {
         shared.finished.store(0);
         shared.ticket.store(uint64_t(stage + 1) << 32);
-        shared.stage.store(stage + 1);
-        shared.stage.notify_all();
+        // Counted up, not set to the stage: a thread that is interrupted here may be overtaken.
+        shared.changes.fetch_add(1);
+        shared.changes.notify_all();
     }
 
     void wait_for_others() {
-        for (int spin = 0; spin < SPINS; ++spin) {
-            if (shared.stage.load(std::memory_order_acquire) != stage) return;
-            pause_briefly();
+        for (int spin = 0; spin < SPINS && is_current(); ++spin) pause_briefly();
+        for (;;) {
+            const uint32_t seen = shared.changes.load();
+            if (!is_current()) return;
+            shared.changes.wait(seen);
         }
-        shared.stage.wait(stage);
     }
 };
