@@ -71,7 +71,7 @@ class ChatTemplate:
         """The special token that closes a user's message, if the template has one."""
         after = self._encode(self._around_user[1])
         first = after[0] if after else None
-        return first if first in self.tokenizer.all_special_ids else None
+        return first if first in self._special else None
 
     def special_ids(self) -> set[int]:
         """Special tokens that a rendered conversation contains: turn marks and the like."""
@@ -82,7 +82,14 @@ class ChatTemplate:
             {"role": "assistant", "content": "b"},
             {"role": "user", "content": "c"},
         ]
-        return set(self.render(conversation)) & set(self.tokenizer.all_special_ids)
+        return set(self.render(conversation)) & self._special
+
+    @cached_property
+    def _special(self) -> set[int]:
+        """Ids of all special tokens; turn marks often have no role name such as eos_token."""
+        added = self.tokenizer.added_tokens_decoder
+        marked = {index for index, token in added.items() if token.special}
+        return marked | set(self.tokenizer.all_special_ids)
 
     @cached_property
     def _around_user(self) -> tuple[str, str]:

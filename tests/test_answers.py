@@ -1,0 +1,317 @@
+"""Answers: each prompt once, the same text however the job is run, a signal that is the target's."""
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from distill.answers import AnswersConfig, AnswerSet, write_answers
+from distill.answers.cli import run_command
+from distill.answers.config import HiddenDtype
+from distill.answers.manifest import fingerprint, make_manifest
+from distill.answers.shards import read_shard, shard_paths, write_shard
+from distill.batches import BatchStream
+from distill.prompts import Prompt
+from distill.signals import live_rows
+from distill.templates import ChatTemplate
+from distill.writer import Request, Writer
+from specdec_runtime.file_lock import exclusive
+from specdec_runtime.hf_model import HFModel
+from specdec_runtime.target import Target
+from tests.conftest import tiny_llama
+from tests.test_templates import CHATML, tokenizer
+
+EOS = 2
+SETTINGS = AnswersConfig(max_new_tokens=9, batch_size=4, shard_tokens=40)
+
+
+class CountingModel(HFModel):
+    """Notes how many rows each pass has, and that a pass was made at all."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.passes = []
+
+    def forward(self, token_ids, cache, **arguments):
+        self.passes.append(tuple(token_ids.shape))
+        return super().forward(token_ids, cache, **arguments)
+
+
+@pytest.fixture(scope="module")
+def target():
+    byte_tokenizer = tokenizer(CHATML)
+    module = tiny_llama(3, vocab_size=len(byte_tokenizer))
+    return Target(
+        model=CountingModel(module), tokenizer=byte_tokenizer, fingerprint="f", eos_token_ids=(EOS,)
+    )
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    texts = [f"question {'x' * (7 * i % 23)} {i}" for i in range(16)]
+    return [Prompt(f"p{i}", "test", ({"role": "user", "content": t},)) for i, t in enumerate(texts)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(target, prompts, tmp_path_factory):
+    return write_answers(target, prompts, SETTINGS, tmp_path_factory.mktemp("undisturbed"))
+
+
+def texts(answers):
+    return {answer.id: answer.token_ids.tolist() for answer in answers.answers}
+
+
+def test_every_prompt_is_answered_once_and_in_order(undisturbed, prompts, target):
+    assert [answer.id for answer in undisturbed.answers] == [prompt.id for prompt in prompts]
+    template = ChatTemplate(target.tokenizer)
+    for answer, prompt in zip(undisturbed.answers, prompts, strict=True):
+        ids = answer.token_ids.tolist()
+        assert ids[: answer.prompt_length] == template.render(prompt.messages)
+        new = ids[answer.prompt_length :]
+        assert EOS not in new[:-1]
+        assert new[-1] == EOS or len(new) == SETTINGS.max_new_tokens
+
+
+def test_greedy_answers_are_the_plain_greedy_text(undisturbed, target):
+    greedy = [answer for answer in undisturbed.answers if answer.temperature == 0.0]
+    assert 2 <= len(greedy) <= 14  # half of 16, give or take 3 standard deviations
+    for answer in greedy:
+        ids = answer.token_ids.tolist()
+        for position in range(answer.prompt_length, len(ids)):
+            logits = target.model.module(torch.tensor([ids[:position]])).logits[0, -1]
+            assert int(logits.argmax()) == ids[position]
+
+
+def test_the_signal_is_what_the_target_says_at_the_positions_that_carry_loss(undisturbed, target):
+    for answer in undisturbed.answers[:6]:
+        positions = torch.arange(answer.prompt_length - 1, len(answer.token_ids) - 1)
+        lengths = torch.tensor([len(answer.token_ids)])
+        live = live_rows(
+            target.model, answer.token_ids[None], lengths, positions,
+            real_vocab_size=target.real_vocab_size,
+        )  # fmt: skip
+        torch.testing.assert_close(answer.rows.hidden.float(), live.hidden, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(answer.rows.log_sum_exp, live.log_sum_exp, rtol=1e-5, atol=1e-4)
+        assert answer.rows.argmax.tolist() == live.argmax.tolist()
+        if answer.temperature == 0.0:
+            assert answer.rows.argmax.tolist() == answer.token_ids[positions + 1].tolist()
+
+
+def test_answers_are_examples_to_train_on(undisturbed):
+    stream = BatchStream(undisturbed.answers, max_tokens=400, seed=0)
+    batch = stream(0)
+    assert stream.num_tokens == undisturbed.num_tokens
+    assert batch.num_tokens == len(batch.rows) > 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 16])
+def test_what_is_answered_does_not_depend_on_the_batch(
+    undisturbed, target, prompts, tmp_path, batch_size
+):
+    config = dataclasses.replace(SETTINGS, batch_size=batch_size)
+    assert texts(write_answers(target, prompts, config, tmp_path)) == texts(undisturbed)
+
+
+def test_the_batch_stays_full_while_there_are_prompts(target, prompts, tmp_path):
+    target.model.passes.clear()
+    answers = write_answers(target, prompts, SETTINGS, tmp_path)
+    steps = [rows for rows, width in target.model.passes if width == 1]
+    lasting = max(answer.num_tokens for answer in answers.answers)
+    assert set(steps[:-lasting]) == {SETTINGS.batch_size}
+
+
+def test_a_job_that_is_killed_three_times_leaves_the_same_answers(
+    undisturbed, target, prompts, tmp_path
+):
+    config = dataclasses.replace(SETTINGS, shard_tokens=1)
+
+    def job():
+        torch.set_num_threads(1)
+        write_answers(target, prompts, config, tmp_path)
+
+    kills = 0
+    for wanted in (2, 5, 8):
+        child = multiprocessing.get_context("fork").Process(target=job)
+        child.start()
+        while child.is_alive() and len(shard_paths(tmp_path)) < wanted:
+            time.sleep(0.002)
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGKILL)
+            kills += 1
+        child.join()
+    assert kills == 3
+    (tmp_path / ".shard-00099.safetensors").write_bytes(b"half a file")
+    answers = write_answers(target, prompts, config, tmp_path)
+    assert texts(answers) == texts(undisturbed)
+    written = Counter(a.id for path in shard_paths(tmp_path) for a in read_shard(path))
+    assert set(written.values()) == {1}
+
+
+def test_ctrl_c_keeps_every_finished_answer(target, prompts, tmp_path):
+    finished = []
+
+    def interrupt(done, total, note):
+        finished.append(done)
+        if done == 5:
+            raise KeyboardInterrupt
+
+    config = dataclasses.replace(SETTINGS, shard_tokens=10_000)
+    with pytest.raises(KeyboardInterrupt):
+        write_answers(target, prompts, config, tmp_path, progress=interrupt)
+    assert len(AnswerSet.read(tmp_path).answers) == 5
+
+
+def test_finished_answers_are_reused_without_running_the_target(target, prompts, tmp_path):
+    first = write_answers(target, prompts, SETTINGS, tmp_path)
+    target.model.passes.clear()
+    again = write_answers(target, prompts, SETTINGS, tmp_path)
+    assert target.model.passes == []
+    assert again.fingerprint == first.fingerprint
+    for ours, theirs in zip(first.answers, again.answers, strict=True):
+        torch.testing.assert_close(ours.rows.hidden, theirs.rows.hidden)
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"temperatures": [1.0]}, "temperatures"),
+        ({"max_new_tokens": 8}, "max_new_tokens"),
+    ],
+)
+def test_answers_of_other_settings_are_refused_with_both_fingerprints(
+    target, prompts, tmp_path, change, key
+):
+    write_answers(target, prompts[:4], SETTINGS, tmp_path)
+    config = dataclasses.replace(SETTINGS, **change)
+    template = ChatTemplate(target.tokenizer)
+    found, wanted = (fingerprint(make_manifest(target, template, c)) for c in (SETTINGS, config))
+    with pytest.raises(ValueError, match=f"holds answers {found}, wanted are {wanted}: {key} is"):
+        write_answers(target, prompts[:4], config, tmp_path)
+
+
+def test_another_target_or_template_changes_the_fingerprint(target):
+    template = ChatTemplate(target.tokenizer)
+    own = fingerprint(make_manifest(target, template, SETTINGS))
+    other = dataclasses.replace(target, fingerprint="g")
+    assert fingerprint(make_manifest(other, template, SETTINGS)) != own
+    options = ChatTemplate(target.tokenizer, {"enable_thinking": False})
+    assert fingerprint(make_manifest(target, options, SETTINGS)) != own
+    moved = dataclasses.replace(target, name="elsewhere")
+    assert fingerprint(make_manifest(moved, template, SETTINGS)) == own
+
+
+def test_a_budget_of_tokens_buys_the_first_prompts_that_hold_so_many(
+    undisturbed, target, prompts, tmp_path
+):
+    config = dataclasses.replace(SETTINGS, max_tokens=60)
+    bought = write_answers(target, prompts, config, tmp_path)
+    count = len(bought.answers)
+    assert texts(bought) == dict(list(texts(undisturbed).items())[:count])
+    assert bought.num_tokens >= 60 > bought.num_tokens - bought.answers[-1].num_tokens
+    written = sum(len(read_shard(path)) for path in shard_paths(tmp_path))
+    assert written <= count + 2 * SETTINGS.batch_size
+
+
+def test_a_job_keeps_its_answers_when_a_larger_one_adds_to_the_folder(target, prompts, tmp_path):
+    config = dataclasses.replace(SETTINGS, max_seconds=1e-9)
+    small = write_answers(target, prompts, config, tmp_path)
+    assert 1 <= len(small.answers) < len(prompts)
+    write_answers(target, prompts, SETTINGS, tmp_path)
+    again = write_answers(target, prompts, config, tmp_path)
+    assert again.fingerprint == small.fingerprint
+
+
+def test_prompts_that_are_too_long_are_left_out_and_none_left_is_an_error(
+    target, prompts, tmp_path
+):
+    config = dataclasses.replace(SETTINGS, max_prompt_tokens=45)
+    answers = write_answers(target, prompts, config, tmp_path / "some")
+    assert 0 < len(answers.answers) < len(prompts)
+    config = dataclasses.replace(SETTINGS, max_prompt_tokens=5)
+    with pytest.raises(ValueError, match="none of the 16 prompts fits into 5 tokens"):
+        write_answers(target, prompts, config, tmp_path / "none")
+
+
+def test_a_folder_of_something_else_or_in_use_is_refused(target, prompts, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds notes.txt and no answers.json"):
+        write_answers(target, prompts, SETTINGS, tmp_path)
+    with (
+        exclusive(tmp_path / "used" / ".lock"),
+        pytest.raises(ValueError, match="another process is writing"),
+    ):
+        write_answers(target, prompts, SETTINGS, tmp_path / "used")
+
+
+def test_states_beyond_the_range_of_float16_are_stored_as_bfloat16(undisturbed, tmp_path):
+    large = undisturbed.answers[0]
+    large = dataclasses.replace(
+        large, rows=dataclasses.replace(large.rows, hidden=large.rows.hidden.float() * 1e6)
+    )
+    write_shard(tmp_path, [large], hidden_dtype=HiddenDtype.float16.torch)
+    (stored,) = read_shard(shard_paths(tmp_path)[0])
+    assert stored.rows.hidden.dtype == torch.bfloat16
+    torch.testing.assert_close(stored.rows.hidden.float(), large.rows.hidden, rtol=1e-2, atol=0)
+
+
+def test_a_damaged_shard_is_named(target, prompts, tmp_path):
+    write_answers(target, prompts[:4], SETTINGS, tmp_path)
+    shard_paths(tmp_path)[0].write_bytes(b"damaged")
+    with pytest.raises(ValueError, match=r"shard-00000.safetensors is damaged"):
+        AnswerSet.read(tmp_path)
+
+
+def first_token_frequencies(target, temperature, count):
+    prompt = target.tokenizer("sample").input_ids
+    writer = Writer(target, batch_size=200, max_new_tokens=1, stop_ids=[EOS])
+    requests = [Request(key, prompt, temperature, 10_000 + key) for key in range(count)]
+    drawn = [text.token_ids[0] for text in writer.write(requests, longest_prompt=len(prompt))]
+    logits = target.model.module(torch.tensor([prompt])).logits[0, -1]
+    return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / count, logits
+
+
+def test_sampled_tokens_follow_the_targets_distribution(target):
+    count = 1000
+    found, logits = first_token_frequencies(target, 1.0, count)
+    for temperature, fits in ((1.0, True), (2.0, False)):
+        expected = (logits / temperature).softmax(-1)
+        # Every token within 4.5 standard errors: a right sampler fails once in about 600 seeds.
+        error = (found - expected).abs() / (expected * (1 - expected) / count).sqrt()
+        assert bool((error[expected * count > 10] < 4.5).all()) is fits
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"temperatures": []}, "answers.temperatures must be"),
+        ({"temperatures": [-1.0]}, "answers.temperatures must be"),
+        ({"top_p": 0.0}, "answers.top_p must be"),
+        ({"batch_size": 0}, "answers.batch_size must be positive"),
+        ({"max_seconds": -5.0}, "answers.max_seconds must be positive"),
+    ],
+)
+def test_a_setting_out_of_range_is_named_by_its_path(setting, message):
+    with pytest.raises(ValueError, match=message):
+        AnswersConfig(**setting)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["output=x", "answers.temprature=1"], "did you mean answers.temperatures?"),
+        ([], "output has no value"),
+        (["output=x", "answers.batch_size=0"], "answers.batch_size must be positive"),
+        (["output=x", "target.model=./nowhere"], "target.model=./nowhere: no such folder"),
+    ],
+)
+def test_the_command_line_explains_a_mistake_in_one_line(capsys, arguments, message):
+    assert run_command(arguments) != 0
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1

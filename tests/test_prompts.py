@@ -1,0 +1,218 @@
+"""Prompts: files with line numbers, splits that can not leak, mixes by share, texts worth asking."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from distill import prompt_sources
+from distill.prompts import (
+    Prompt,
+    PromptsConfig,
+    distinct,
+    load_prompts,
+    mixture,
+    normalised,
+    read_prompts,
+    require_disjoint,
+    split,
+)
+from distill.self_prompts import is_usable, whole_sentences
+
+
+def asked(text, source="test", about=""):
+    return Prompt(f"{source}-{text}", source, ({"role": "user", "content": text},), about)
+
+
+def write_lines(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_a_file_holds_prompts_messages_or_turns(tmp_path):
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "1"},
+        {"role": "user", "content": "two"},
+        {"role": "assistant", "content": "written by somebody else"},
+    ]
+    path = write_lines(
+        tmp_path / "mine.jsonl",
+        {"prompt": "caf\u00e9?", "tools": None},
+        {"messages": conversation},
+        {"turns": ["first", "second"]},
+    )
+    prompts = read_prompts(path)
+    assert [p.messages[-1]["content"] for p in prompts] == ["caf\u00e9?", "two", "first"]
+    assert [len(p.messages) for p in prompts] == [1, 4, 1]
+    assert {p.source for p in prompts} == {"mine"}
+
+
+def test_the_id_of_a_prompt_depends_on_its_messages_alone(tmp_path):
+    one = read_prompts(write_lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"}))
+    other = read_prompts(write_lines(tmp_path / "p.jsonl", {"prompt": "b"}))
+    assert one[1].id == other[0].id != one[0].id
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{broken", r"mine.jsonl:2: not JSON"),
+        ("[1]", r"mine.jsonl:2: expected a key prompt .*, got list"),
+        ('{"text": "x"}', r"mine.jsonl:2: expected a key .* got keys \['text'\]"),
+        ('{"prompt": "  "}', r"mine.jsonl:2"),
+        ('{"messages": [{"role": "user"}]}', r"mine.jsonl:2: message 0 needs a role and a content"),
+        ('{"messages": [{"role": "system", "content": "x"}]}', r"mine.jsonl:2: .* no user's text"),
+        ('{"turns": []}', r"mine.jsonl:2"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path, line, message):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_prompts(path)
+
+
+def test_a_missing_empty_or_binary_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        read_prompts(tmp_path / "nowhere.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match="holds no prompts"):
+        read_prompts(tmp_path / "empty.jsonl")
+    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_prompts(tmp_path / "binary.jsonl")
+
+
+def test_a_prompt_stays_on_its_side_whatever_else_there_is():
+    prompts = [asked(f"question {i}") for i in range(400)]
+    sides = split(prompts, 0.1)
+    assert 20 <= len(sides[True]) <= 60  # binomial(400, 0.1) leaves this once in 10,000
+    held_out = {p.id for p in sides[True]}
+    for p in split(prompts[100:], 0.1)[True]:
+        assert p.id in held_out
+
+
+def test_prompts_on_one_thing_stay_together():
+    prompts = [asked(f"q{i}", about=f"paragraph {i % 20}") for i in range(200)]
+    sides = split(prompts, 0.3)
+    assert not {p.about for p in sides[True]} & {p.about for p in sides[False]}
+    assert sides[True]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_even_a_few_prompts_give_both_sides_something(count):
+    sides = split([asked(f"only {i}") for i in range(count)], 0.1)
+    assert sides[True]
+    assert sides[False]
+
+
+def test_every_beginning_of_a_mixture_has_the_shares():
+    kinds = {kind: [asked(f"{kind}{i}", kind) for i in range(100)] for kind in "abc"}
+    mixed = mixture(kinds, {"a": 0.5, "b": 0.3, "c": 0.2}, 100, seed=0)
+    for size in (10, 50, 100):
+        counted = Counter(p.source for p in mixed[:size])
+        for kind, share in {"a": 0.5, "b": 0.3, "c": 0.2}.items():
+            assert abs(counted[kind] - share * size) <= 1
+
+
+def test_a_source_that_runs_out_leaves_its_places_to_the_others():
+    kinds = {"a": [asked("x", "a")], "b": [asked(f"b{i}", "b") for i in range(20)]}
+    mixed = mixture(kinds, {"a": 0.9, "b": 0.1}, 15, seed=0)
+    assert Counter(p.source for p in mixed) == {"a": 1, "b": 14}
+
+
+def test_repetitions_up_to_case_and_spacing_are_one_prompt():
+    prompts = [asked("What is this?"), asked("what  is THIS"), asked("What was this?")]
+    assert [normalised(p) for p in distinct(prompts)] == ["whatisthis", "whatwasthis"]
+
+
+def test_a_prompt_on_both_sides_is_an_error_that_names_it():
+    train = [asked("Hello, world?")]
+    with pytest.raises(ValueError, match="test-hello world of suite is also trained on"):
+        require_disjoint(train, {"suite": [asked("hello world")]})
+    with pytest.raises(ValueError, match="no prompt is left for suite"):
+        require_disjoint(train, {"suite": []})
+
+
+def test_a_users_file_replaces_the_mix_and_needs_no_network(tmp_path):
+    path = write_lines(tmp_path / "mine.jsonl", *[{"prompt": f"do {i}"} for i in range(40)])
+    config = PromptsConfig(file=str(path), num_train=20, num_held_out=3, suites=[])
+    sets = load_prompts(config)
+    assert len(sets.train) == 20
+    assert sets == load_prompts(config)
+    assert not {p.id for p in sets.train} & {p.id for p in sets.suites["held_out"]}
+
+
+def test_word_problems_are_made_on_the_spot_and_differ():
+    sources = {"word_problems": 1.0}
+    sets = load_prompts(PromptsConfig(sources=sources, num_train=30, num_held_out=4, suites=[]))
+    texts = [normalised(p) for p in [*sets.train, *sets.suites["held_out"]]]
+    assert len(set(texts)) == len(texts) == 34
+
+
+def test_paragraphs_become_questions_readings_summaries_and_tasks(monkeypatch):
+    paragraphs = [
+        prompt_sources._Paragraph("T", f"Text {i}.", (f"Who {i}?",), ("Marie Curie", "in 1903"))
+        for i in range(5)
+    ]
+    monkeypatch.setattr(prompt_sources, "_squad", lambda: paragraphs)
+    assert dict(prompt_sources.squad_questions(3, 0)).keys() <= {f"Who {i}?" for i in range(5)}
+    assert all("\n\nWho" in text for text, _ in prompt_sources.squad_reading(5, 0))
+    assert all(text.startswith("Summarize") for text, _ in prompt_sources.squad_summaries(5, 0))
+    tasks = prompt_sources.squad_tasks(10, 0)
+    assert len(tasks) == 5
+    assert all("Marie Curie" in text and "1903" not in text for text, _ in tasks)
+    assert {about for _, about in tasks} == {p.text for p in paragraphs}
+
+
+def test_a_self_prompting_mix_without_a_target_is_refused():
+    with pytest.raises(ValueError, match="needs a target"):
+        load_prompts(PromptsConfig(sources={"self_prompted": 1.0}, suites=[]))
+
+
+def test_what_the_target_asks_itself_is_split_like_everything_else():
+    config = PromptsConfig(sources={"self_prompted": 1.0}, num_train=20, num_held_out=2, suites=[])
+    sets = load_prompts(
+        config, self_prompting=lambda count, seed: [f"topic {i} {seed}" for i in range(count)]
+    )
+    assert len(sets.train) == 20
+    assert len(sets.suites["held_out"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sources": {"wikipedia": 1.0}}, r"prompts.sources.wikipedia is not a source"),
+        ({"sources": {"tasks": -1.0}}, r"prompts.sources.tasks must be zero or positive"),
+        ({"sources": {"tasks": 0.0}}, r"prompts.sources has no positive share"),
+        ({"num_train": 0}, r"prompts.num_train must be at least 1"),
+        ({"num_held_out": 0}, r"prompts.num_held_out must be at least 1"),
+        ({"held_out_fraction": 1.0}, r"prompts.held_out_fraction must be between 0 and 1"),
+        ({"suites": ["mmlu"]}, r"prompts.suites holds 'mmlu'"),
+    ],
+)
+def test_a_setting_out_of_range_is_named_by_its_path(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PromptsConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"),
+    [
+        ("Can you suggest a recipe for a vegan breakfast?", True),
+        ("Hi", False),
+        ("what what what what what what what what what what what", False),
+        ("one two three " * 10, False),
+        ("x" * 500, False),
+        ("A broken \ufffd character in here", False),
+    ],
+)
+def test_texts_that_no_user_would_write_are_filtered(text, usable):
+    assert is_usable(text) is usable
+
+
+def test_a_text_that_broke_off_ends_at_its_last_sentence():
+    assert whole_sentences("I need help. Can you? And then I") == "I need help. Can you?"
+    assert whole_sentences("no end at all") == ""
