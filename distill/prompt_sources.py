@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import reasoning_gym
-
 from specdec_runtime.assets import MT_BENCH, SHAREGPT, SQUAD, fetch
 
 Pairs = list[tuple[str, str]]
@@ -56,6 +54,8 @@ class _Paragraph(NamedTuple):
 
 def word_problems(count: int, seed: int) -> Pairs:
     """Grade-school word problems; names and numbers are drawn, so there is no end to them."""
+    import reasoning_gym  # imports a hundred generators and matplotlib: a second, for this source
+
     problems = reasoning_gym.create_dataset("gsm_symbolic", size=count, seed=seed)
     return [(problem["question"], "") for problem in problems]
 

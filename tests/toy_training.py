@@ -15,6 +15,7 @@ from train.checkpoint import Checkpoints, TrainState
 from train.interrupts import StopRequest
 from train.loop import Intervals, Measurement, Parts, make_parts, train
 from train.optim import OptimConfig
+from train.precision import Precision
 from train.progress import StageProgress
 from train.rng import seed_everything
 from train.run_log import RunLog, TrackingConfig
@@ -90,7 +91,7 @@ def toy_parts(
         micro_batches,
         optim=OptimConfig(),
         accumulation_steps=accumulation_steps,
-        dtype=None,
+        precision=Precision.fp32,
     )
 
 

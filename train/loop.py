@@ -21,7 +21,7 @@ from train.checkpoint import TrainState
 from train.interrupts import Interrupted, StopRequest
 from train.metrics import MetricSums
 from train.optim import OptimConfig, learning_rate_at, make_optimizer, set_learning_rate
-from train.precision import autocast
+from train.precision import Precision, autocast
 from train.processes import on_main
 from train.progress import StageProgress
 from train.rng import rng_untouched
@@ -34,15 +34,15 @@ class DrafterLoss(nn.Module):
     """The drafter with its objective: what is wrapped for many processes, so that every use of a
     weight happens inside one forward call. It holds no parameter but the drafter's."""
 
-    def __init__(self, drafter: nn.Module, objective: Objective, dtype: torch.dtype | None) -> None:
+    def __init__(self, drafter: nn.Module, objective: Objective, precision: Precision) -> None:
         super().__init__()
         self.drafter = drafter
         self._objective = objective
-        self._dtype = dtype
+        self._precision = precision
 
     def forward(self, batch: Batch) -> Terms:
         device = next(self.drafter.parameters()).device
-        with autocast(self._dtype, device):
+        with autocast(self._precision, device):
             return self._objective(self.drafter, batch)
 
 
@@ -84,16 +84,16 @@ def make_parts(
     *,
     optim: OptimConfig,
     accumulation_steps: int,
-    dtype: torch.dtype | None,
+    precision: Precision,
 ) -> Parts:
     """Moves the drafter to the device and wraps it for the processes there are.
 
-    dtype: of autocast, or None. Accumulation is ours: the Accelerator's own setting must be 1,
+    Accumulation is ours: the Accelerator's own setting must be 1,
     because its `backward` divides by it.
     """
     assert accelerator.gradient_accumulation_steps == 1
     drafter.to(accelerator.device)
-    wrapped = accelerator.prepare(DrafterLoss(drafter, objective, dtype))
+    wrapped = accelerator.prepare(DrafterLoss(drafter, objective, precision))
     optimizer = make_optimizer(drafter.parameters(), optim)
     return Parts(accelerator, drafter, wrapped, optimizer, micro_batches, accumulation_steps)
 

@@ -72,11 +72,12 @@ def describe(machine: Machine, stages: list[PlannedStage]) -> str:
 def _bytes_per_s(device: torch.device, *, seconds: float = 0.5) -> float:
     """Reading rate of memory, best of the repeats."""
     block = torch.ones(COPY_BYTES // 4, device=device)
-    best_s, end = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < end:
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while not times or time.perf_counter() < end:
         start = time.perf_counter()
         block.sum()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - start)
-    return COPY_BYTES / best_s
+        times.append(time.perf_counter() - start)
+    return COPY_BYTES / min(times)

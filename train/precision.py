@@ -9,7 +9,8 @@ from enum import Enum
 
 import torch
 
-MATMUL_SIZE = 1024
+MATMUL_SIZE = 512  # small enough for hardware that has to emulate bfloat16
+MIN_REPEATS = 3
 MIN_GAIN = 1.15  # below this the casts of autocast cost more than the faster product gives back
 
 
@@ -19,29 +20,31 @@ class Precision(Enum):
     bf16 = "bf16"
 
 
-def matmul_flops_per_s(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.3) -> float:
+def matmul_flops_per_s(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.1) -> float:
     """Floating-point operations per second of a square matrix product, best of the repeats."""
     a = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device)
-    best_s, end = float("inf"), time.perf_counter() + seconds
+    times: list[float] = []
+    end = time.perf_counter() + seconds
     torch.mm(a, a)
-    while time.perf_counter() < end:
+    while len(times) < MIN_REPEATS or time.perf_counter() < end:
         start = time.perf_counter()
         torch.mm(a, a)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best_s = min(best_s, time.perf_counter() - start)
-    return 2 * MATMUL_SIZE**3 / best_s
+        times.append(time.perf_counter() - start)
+    return 2 * MATMUL_SIZE**3 / min(times)
 
 
-def autocast_dtype(precision: Precision, device: torch.device) -> torch.dtype | None:
-    """bfloat16, or None for plain float32; `auto` measures one product in both."""
+def resolved(precision: Precision, device: torch.device) -> Precision:
+    """fp32 or bf16; `auto` measures one product in both."""
     if precision is not Precision.auto:
-        return torch.bfloat16 if precision is Precision.bf16 else None
+        return precision
     gain = matmul_flops_per_s(torch.bfloat16, device) / matmul_flops_per_s(torch.float32, device)
-    return torch.bfloat16 if gain >= MIN_GAIN else None
+    return Precision.bf16 if gain >= MIN_GAIN else Precision.fp32
 
 
-def autocast(dtype: torch.dtype | None, device: torch.device) -> AbstractContextManager[None]:
-    if dtype is None:
+def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[None]:
+    assert precision is not Precision.auto, "resolve it first"
+    if precision is Precision.fp32:
         return nullcontext()
-    return torch.autocast(device.type, dtype=dtype)
+    return torch.autocast(device.type, dtype=torch.bfloat16)

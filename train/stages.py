@@ -1,12 +1,11 @@
 """The stages of a run after its material is there: training, export, evaluation; and the plan."""
 
+import json
 import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from distill.batches import BatchStream
 from distill.objectives import causal_lm
@@ -28,12 +27,14 @@ from train.job import Job
 from train.loop import Intervals, Measurement, Parts, make_parts, measured_step_s, steps_in, train
 from train.material import Material
 from train.plan import Machine, PlannedStage, decode_s
-from train.precision import autocast_dtype
+from train.precision import Precision, resolved
 from train.processes import on_main
 from train.rng import rng_untouched, seed_everything
+from train.run_dir import write_atomically
 from train.run_log import RunLog
 from train.session import resume, save
 
+PRECISION = "precision.json"
 # The embedded default target, for a plan that is printed before it is fetched.
 DEFAULT_PARAMETERS = 134_515_008
 
@@ -62,7 +63,7 @@ def load_training(job: Job, material: Material) -> Training:
     device = job.accelerator.device
     head = start.target_head.to(device)
     objective = causal_lm.objective(start.module, head, config.loss)
-    dtype = autocast_dtype(config.training.precision, device)
+    precision = on_main(job.accelerator, lambda: chosen_precision(job))
     if config.training.compile:
         body = getattr(start.module, start.module.base_model_prefix)
         body.compile(dynamic=True)  # in place: no wrapper and no prefix in any key
@@ -73,7 +74,7 @@ def load_training(job: Job, material: Material) -> Training:
         stream,
         optim=config.optim,
         accumulation_steps=config.training.accumulation_steps,
-        dtype=dtype,
+        precision=precision,
     )
     writer = DrafterWriter(
         start.module,
@@ -91,8 +92,17 @@ def load_training(job: Job, material: Material) -> Training:
         "draft vocabulary": start.fingerprint,
     }
     selection = material.selection_prompts(config.acceptance.num_prompts)
-    job.say(_describe(start, stream, dtype))
+    job.say(_describe(start, stream, precision))
     return Training(parts, start, stream, writer, drafter, selection, identity)
+
+
+def chosen_precision(job: Job) -> Precision:
+    """The arithmetic of the run; what was measured when it started holds until its end."""
+    note = job.run_dir / PRECISION
+    if not note.is_file():
+        found = resolved(job.config.training.precision, job.accelerator.device)
+        write_atomically(note, json.dumps({"precision": found.value}))
+    return Precision(json.loads(note.read_text())["precision"])
 
 
 def train_drafter(job: Job, material: Material, training: Training) -> TrainState:
@@ -208,8 +218,11 @@ def _first_state(job: Job, training: Training, measured: Any) -> TrainState:
     with job.progress("acceptance before training"), rng_untouched():
         before = on_main(job.accelerator, measured)
     job.say(f"acceptance length before training: {before.score:.3f} ({before.seconds:.1f} s)")
-    with job.progress("time of a training step"):
-        step_s = measured_step_s(parts, config.optim)
+    step_s = 1.0
+    if config.training.budget_minutes is not None or config.acceptance.every is None:
+        with job.progress("time of a training step"):
+            step_s = measured_step_s(parts, config.optim)
+        job.say(f"a training step takes {step_s:.2f} s")
     every = interval(config.acceptance, step_s=step_s, acceptance_s=before.seconds)
     state = TrainState(
         max_steps=_max_steps(job, training.stream, step_s, before.seconds, every),
@@ -219,7 +232,7 @@ def _first_state(job: Job, training: Training, measured: Any) -> TrainState:
     )
     state.is_best(before.score)
     job.run_log.write("acceptance", 0, before.values | {"seconds": before.seconds})
-    job.say(f"training: {state.max_steps} steps of {step_s:.2f} s, acceptance every {every} steps")
+    job.say(f"training: {state.max_steps} steps, acceptance every {every} steps")
     return state
 
 
@@ -266,10 +279,9 @@ def _manifest(config: TrainConfig, material: Material) -> DrafterManifest:
     )
 
 
-def _describe(start: Start, stream: BatchStream, dtype: torch.dtype | None) -> str:
+def _describe(start: Start, stream: BatchStream, precision: Precision) -> str:
     trained = sum(p.numel() for p in start.module.parameters() if p.requires_grad)
-    precision = "float32" if dtype is None else f"{str(dtype).removeprefix('torch.')} autocast"
     return (
         f"drafter: {trained / 1e6:.1f} M trained parameters, {len(start.vocab)} tokens to propose, "
-        f"{precision}; {len(stream.examples)} examples, {stream.num_tokens} tokens an epoch"
+        f"{precision.value}; {len(stream.examples)} examples, {stream.num_tokens} tokens an epoch"
     )
