@@ -9,6 +9,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+# Tests run side by side in several processes, and waiting threads would spin on each other's cores.
+torch.set_num_threads(1)
+
 VOCAB_SIZE = 64
 
 

@@ -13,14 +13,15 @@ DATA = RUNTIME | {"datasets"}
 ALLOWED = {  # package -> what it may import besides itself and the standard library
     "conf": set(),
     "specdec_runtime": RUNTIME | {"cpp_build"},
-    "distill": DATA | {"specdec_runtime", "gguf", "reasoning_gym"},
+    "distill": DATA | {"specdec_runtime", "gguf", "reasoning_gym", "tokenizers"},
     "eval": DATA | {"specdec_runtime", "matplotlib"},
-    "train": RUNTIME | {"specdec_runtime", "distill", "eval", "accelerate", "peft"},
+    "train": RUNTIME | {"specdec_runtime", "distill", "eval", "accelerate", "peft", "tokenizers"},
 }
 # What only a few files may import, so that the rest is usable without it.
 ENTRY_POINTS = ("cli", "cli_errors", "config", "__main__")
 CONFIG_TOOLS = {"hydra", "omegaconf"}
-OMEGACONF_ALSO = {"train/run_dir.py"}  # compares a saved configuration with the present one
+# A saved configuration: compared with the present one, and handed to the tracker as plain values.
+OMEGACONF_ALSO = {"train/run_dir.py", "train/run.py"}
 WANDB_ONLY = {"train/run_log.py"}
 
 FILES = [path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))]

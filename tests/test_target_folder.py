@@ -260,7 +260,7 @@ def test_names_resolve_to_folders_or_stay_hub_ids(folder):
         ("\n\n1.", ["\u010a\u010a", "1", "."]),
         ("2024", ["2", "0", "2", "4"]),
         ("    return x", ["\u0120\u0120\u0120", "\u0120return", "\u0120x"]),
-        ("na\u00efve", ["na", "\u00c3\u00af", "ve"]),
+        ("na\u00efve", ["na", "\u00c3\u00afve"]),
     ],
 )
 def test_the_default_target_has_its_own_ids(text, expected):
