@@ -123,6 +123,18 @@ class Sampler:
         greedy = torch.tensor([value == 0.0 for value in temperatures], device=scores.device)
         return torch.where(greedy[:, None], _one_hot(scores), probs)
 
+    def soft_probs(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        histories: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """As `probs` at temperature 1 for every row, and without top-k, top-p and the like.
+
+        For ranking tokens and measuring confidence; what a token is drawn from is `probs`.
+        """
+        return self._processed(logits, rows, histories).softmax(-1)
+
     def argmax(
         self,
         logits: Tensor,

@@ -43,37 +43,82 @@ def draft_trees(
     """Grow one tree a row, at most limits[i] levels deep.
 
     Rows that sample draw siblings without replacement from their exact distribution; greedy rows
-    take the likeliest ones.
+    take the likeliest ones, and so do all rows at a draft temperature of 0.
     """
     trees = [shape.begin(limit) if limit > 0 else None for limit in limits]
-    probs: dict[tuple[int, int], Tensor] = {}  # (member, node or ROOT) -> [V]
-    while True:
-        wanted = {
-            member: parents
-            for member, tree in enumerate(trees)
-            if tree is not None and (parents := tree.next_parents())
-        }
-        if not wanted:
-            break
+    certain = sampler.all_greedy or temperature == 0.0
+    passes: list[_TreePass] = []
+    while wanted := _next_parents(trees):
         members = list(wanted)
         logits = tree_logits(members, _packed([trees[member] for member in members]))
-        for place, member in enumerate(members):
-            tree, parents = trees[member], wanted[member]
+        contexts = None
+        if sampler.needs_history:
+            contexts = [
+                committed[member] + path(trees[member], parent)
+                for member, parents in wanted.items()
+                for parent in parents
+            ]
+        drawn = _draw_children(wanted, logits, rows, contexts, shape, sampler, temperature)
+        token_ids, probs = drawn.siblings.token_ids.tolist(), drawn.siblings.probs.tolist()
+        for (member, parent), *children in zip(drawn.parents, token_ids, probs, strict=True):
+            tree = trees[member]
             assert tree is not None
-            scores = logits[place, [parent + 1 for parent in parents]]
-            history = committed[member] if sampler.needs_history else None
-            contexts = None if history is None else [history + path(tree, p) for p in parents]
-            drawn_from, siblings = _children(
-                sampler, scores, rows[member], contexts, shape.num_siblings, temperature
-            )
-            for i, parent in enumerate(parents):
-                probs[member, parent] = drawn_from[i]
-                tree.offer(parent, siblings.token_ids[i].tolist(), siblings.probs[i].tolist())
-    return _as_draft(trees, probs, len(rows), certain=sampler.all_greedy)
+            tree.offer(parent, *children)
+        passes.append(drawn)
+    return _as_draft(trees, [] if certain else passes, len(rows))
 
 
-def path(tree: GrowingTree, node: int) -> list[int]:
+class _TreePass(NamedTuple):
+    """Children drawn in one draft pass."""
+
+    parents: list[tuple[int, int]]  # [n] (member, node or ROOT)
+    probs: Tensor  # [n, V] what they were drawn from
+    siblings: Siblings
+
+
+def _next_parents(trees: list[GrowingTree | None]) -> dict[int, list[int]]:
+    """Members whose trees go on growing, with the nodes whose children are drawn next."""
+    grown = {member: tree.next_parents() for member, tree in enumerate(trees) if tree is not None}
+    return {member: parents for member, parents in grown.items() if parents}
+
+
+def _draw_children(
+    wanted: dict[int, list[int]],
+    logits: Tensor,
+    rows: list[int],
+    contexts: list[list[int]] | None,
+    shape: TreeShape,
+    sampler: Sampler,
+    temperature: float | None,
+) -> _TreePass:
+    """Children of all `wanted` nodes at once, from [m, N + 1, V] logits of their members."""
+    parents = [(member, node) for member, nodes in wanted.items() for node in nodes]
+    places = [place for place, nodes in enumerate(wanted.values()) for _ in nodes]
+    scores = logits[places, [node + 1 for _, node in parents]]  # [n, V]
+    owners = [rows[member] for member, _ in parents]
+    soft = sampler.soft_probs(scores, owners, contexts)
+    likeliest = likeliest_siblings(soft, shape.num_siblings)
+    is_certain = [temperature == 0.0 or sampler.temperatures[row] == 0.0 for row in owners]
+    if all(is_certain):
+        return _TreePass(parents, soft, likeliest)
+    probs = sampler.probs(scores, owners, contexts, temperature=temperature)
+    # Every pass takes the same amount of noise from a row's stream, whatever its tree draws.
+    noise = sampler.draft_uniforms(
+        [rows[member] for member in wanted], shape.num_nodes * shape.num_siblings
+    ).view(len(wanted), shape.num_nodes, shape.num_siblings)
+    order = [i for nodes in wanted.values() for i in range(len(nodes))]
+    drawn = draw_siblings(probs, noise[places, order].to(probs.device))
+    chosen = torch.tensor(is_certain, device=probs.device)[:, None]
+    siblings = Siblings(
+        torch.where(chosen, likeliest.token_ids, drawn.token_ids),
+        torch.where(chosen, likeliest.probs, drawn.probs),
+    )
+    return _TreePass(parents, torch.where(chosen, soft, probs), siblings)
+
+
+def path(tree: GrowingTree | None, node: int) -> list[int]:
     """Tokens from the root down to `node`; [] for ROOT."""
+    assert tree is not None
     tokens = []
     while node != ROOT:
         tokens.append(tree.token_ids[node])
@@ -95,30 +140,14 @@ def tree_inputs(pending: list[int], tree: DraftTree) -> TreeInputs:
     device = tree.token_ids.device
     roots = torch.tensor(pending, device=device)[:, None]
     visible = ancestor_mask(tree)
+    num_new = tree.num_nodes + 1
+    is_padding = torch.arange(visible.shape[1], device=device) >= num_new[:, None]
     return TreeInputs(
         torch.cat([roots, tree.token_ids], dim=1),
-        tree.num_nodes.cpu() + 1,
-        visible.sum(-1) - 1,
+        num_new.cpu(),
+        (visible.sum(-1) - 1).masked_fill(is_padding, 0),  # padding is not a level of the tree
         visible,
     )
-
-
-def _children(
-    sampler: Sampler,
-    logits: Tensor,
-    row: int,
-    contexts: list[list[int]] | None,
-    count: int,
-    temperature: float | None,
-) -> tuple[Tensor, Siblings]:
-    """Children of some nodes of one row, and the [n, V] distributions they were drawn from."""
-    if bool(sampler.greedy[row]):
-        soft = logits[:, : sampler.vocab_size].float().softmax(-1)
-        return soft, likeliest_siblings(soft, count)
-    rows = [row] * len(logits)
-    probs = sampler.probs(logits, rows, contexts, temperature=temperature)
-    uniforms = sampler.draft_uniforms([row], len(logits) * count).view(len(logits), count)
-    return probs, draw_siblings(probs, uniforms.to(probs.device))
 
 
 def _packed(trees: list[GrowingTree | None]) -> DraftTree:
@@ -128,20 +157,16 @@ def _packed(trees: list[GrowingTree | None]) -> DraftTree:
     )
 
 
-def _as_draft(
-    trees: list[GrowingTree | None],
-    probs: dict[tuple[int, int], Tensor],
-    num_rows: int,
-    *,
-    certain: bool,
-) -> Draft:
+def _as_draft(trees: list[GrowingTree | None], passes: list[_TreePass], num_rows: int) -> Draft:
+    """The trees as one draft; without `passes` their children count as certain."""
     packed = _packed(trees)
     if not packed.token_ids.shape[1]:
         return no_draft(num_rows)
     stacked = None
-    if not certain:
-        like = next(iter(probs.values()))
-        stacked = like.new_zeros(num_rows, packed.token_ids.shape[1] + 1, len(like))
-        for (member, node), distribution in probs.items():
-            stacked[member, node + 1] = distribution
+    if passes:
+        like = passes[0].probs
+        stacked = like.new_zeros(num_rows, packed.token_ids.shape[1] + 1, like.shape[1])
+        for one in passes:
+            members, nodes = zip(*one.parents, strict=True)
+            stacked[list(members), [node + 1 for node in nodes]] = one.probs
     return Draft(packed.token_ids, packed.num_nodes, stacked, tree=packed)

@@ -96,7 +96,8 @@ def likeliest_siblings(probs: Tensor, count: int) -> Siblings:
 
     Verify such children as certain (q one-hot), or against a greedy target.
     """
-    top, tokens = probs.topk(min(count, probs.shape[1]), dim=-1)
+    missing = max(0, count - probs.shape[1])
+    top, tokens = torch.nn.functional.pad(probs, (0, missing)).topk(count, dim=-1)
     left = probs.sum(-1, keepdim=True) - (top.cumsum(-1) - top)  # mass before each was taken
     return Siblings(
         torch.where(top > 0.0, tokens, -1), top / left.clamp_min(_tiny(left)).maximum(top)

@@ -73,6 +73,7 @@ def verify_speculative(
     """
     _check_shapes(draft_ids, draft_probs, target_probs, uniforms)
     p, q = _drafted_token_probs(draft_ids, draft_probs, target_probs)
+    # u < p / q without the division: q may be 0 in padding.
     kept = (uniforms[:, :-1] * q < p) & _is_drafted(draft_ids, num_drafted)
     num_accepted = kept.cumprod(dim=1).sum(dim=1)
     scale = torch.ones_like(uniforms[:, 0])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specdec_runtime.noise import UniformStreams
+from specdec_runtime.tree_drafting import tree_inputs
 from specdec_runtime.tree_growth import ROOT, BestFirstTree, StaticTree
 from specdec_runtime.trees import (
     ancestor_mask,
@@ -47,6 +48,12 @@ def test_every_node_sees_its_ancestors_and_itself():
     assert depths(tree)[1, :3].tolist() == [0, 1, 1]
 
 
+def test_padding_of_a_smaller_tree_is_not_a_level_of_it():
+    inputs = tree_inputs([1, 2], pack_trees([[5, 6], []], [[-1, 0], []]))
+    assert inputs.depths.tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert inputs.num_new.tolist() == [3, 1]
+
+
 def test_siblings_are_drawn_without_replacement_with_their_conditional_probabilities():
     probs = torch.tensor([0.5, 0.0, 0.3, 0.2], dtype=torch.float64)
     num_rows = 100_000
@@ -77,8 +84,8 @@ def test_a_distribution_that_runs_out_of_tokens_gives_fewer_siblings():
 
 def test_likeliest_siblings_come_in_order_with_their_share_of_what_is_left():
     found = likeliest_siblings(torch.tensor([[0.1, 0.5, 0.4]]).double(), 5)
-    assert found.token_ids.tolist() == [[1, 2, 0]]
-    assert found.probs[0].tolist() == pytest.approx([0.5, 0.8, 1.0])
+    assert found.token_ids.tolist() == [[1, 2, 0, -1, -1]]
+    assert found.probs[0].tolist() == pytest.approx([0.5, 0.8, 1.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(
