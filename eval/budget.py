@@ -12,7 +12,7 @@ from eval.costs import NUM_RUNS, RUN_TOKENS, run_lengths
 
 GUESSED_LENGTH = 1.6  # tokens a round, before anything is known
 GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
-TIMED_SHARE = 0.45  # of the time limit that timing may always use
+TIMED_SHARE = 0.35  # of the time limit that timing may always use
 REFERENCE_SHARE = 0.15  # of the time limit, at most, for decoding with transformers
 
 

@@ -29,8 +29,8 @@ Often set:
     suites=[mt_bench]                fetched suites, where there is no prompts file
     output=FOLDER                    default: runs/eval/TIME; an interrupted one is continued
     evaluation.num_prompts=24        prompts a suite
-    evaluation.max_new_tokens=96     length of every answer
-    evaluation.time_limit_s=240      prompts and repeats shrink to fit
+    evaluation.max_new_tokens=64     length of every answer
+    evaluation.time_limit_s=260      prompts and repeats shrink to fit
 
 All settings: python -m eval drafter=DIR --cfg job
 """

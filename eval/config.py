@@ -29,7 +29,7 @@ class EvaluationConfig:
     """
 
     num_prompts: int = 24
-    max_new_tokens: int = 96
+    max_new_tokens: int = 64
     num_draft_tokens: int = 3
     max_draft_tokens: int = 8
     sampling_temperature: float | None = 1.0
@@ -40,7 +40,7 @@ class EvaluationConfig:
     reference_prompts: int = 2
     num_resamples: int = 1000
     trace_prompts: int = 3
-    time_limit_s: float = 240.0
+    time_limit_s: float = 260.0
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -111,8 +111,9 @@ def breakdown_plot(results: Results, drafter: str, by: str, label: str) -> str:
     groups = list(dict.fromkeys(b.group for b in sorted(chosen, key=lambda b: _edge(b.group))))
     series = []
     for colour, suite in enumerate(suite.name for suite in results.suites):
+        offset = 0.06 * colour  # apart, so that both intervals are seen
         points = [
-            _interval_point(groups.index(b.group), b.agreement, f"{suite}, {b.group}:")
+            _interval_point(groups.index(b.group) + offset, b.agreement, f"{suite}, {b.group}:")
             for b in chosen
             if b.suite == suite
         ]

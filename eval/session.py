@@ -1,6 +1,7 @@
 """What `python -m eval` does with its settings: loads models and prompts, evaluates, prints."""
 
 import logging
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ from specdec_runtime.tokenizers import template_hash
 
 log = logging.getLogger(__name__)
 
+RUN_TIME = re.compile(r"\d{4}-\d\d-\d\d_")  # how folders of runs start
 NOT_EXACT = 3  # exit code where speculative decoding did not return the target's text
 FETCHED = {"mt_bench": MT_BENCH}  # suites that arrive inside a package, by name
 
@@ -93,12 +95,13 @@ def drafter_specs(config: EvalConfig) -> dict[str, str]:
 
 
 def _unused_name(spec: str, taken: Mapping[str, str]) -> str:
-    """A short name: the folder's own, or its run's where that is just `drafter`."""
+    """A short name: the folder's own; for runs/NAME/TIME/drafter, NAME."""
     parts = [part for part in Path(spec).parts if part not in ("/", "drafter", "..", ".")]
-    name = parts[-1] if parts else spec
+    named = [part for part in parts if not RUN_TIME.match(part)]
+    name = first = named[-1] if named else spec
     number = 2
     while name in taken:
-        name, number = f"{parts[-1] if parts else spec} ({number})", number + 1
+        name, number = f"{first} ({number})", number + 1
     return name
 
 
@@ -121,6 +124,12 @@ def target_name(config: EvalConfig, manifest: DrafterManifest | None) -> str:
     if manifest is None or not manifest.target.name:
         raise ValueError(
             f"drafter={config.drafter} does not say which target it belongs to: give target=..."
+        )
+    path = Path(manifest.target.name)
+    if path.is_absolute() and not path.exists():
+        raise ValueError(
+            f"drafter={config.drafter} was trained for {path}, which is not on this machine: "
+            "give target=..."
         )
     return manifest.target.name
 
@@ -177,7 +186,8 @@ def terminal_table(results: Results) -> RichTable:
     summary = summary_table(results)
     table = RichTable(box=None, pad_edge=False)
     for index, column in enumerate(summary.columns):
-        table.add_column(column, justify="left" if index in summary.text_columns else "right")
+        justify = "left" if index in summary.text_columns else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
     for row in summary.rows:
         table.add_row(*texts(row))
     return table

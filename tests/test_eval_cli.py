@@ -55,7 +55,7 @@ def target_folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run_folder(target_folder, tmp_path_factory) -> Path:
     """A run as training leaves it: RUN/drafter and RUN/eval/prompts.jsonl."""
-    run = tmp_path_factory.mktemp("runs") / "2026-01-01"
+    run = tmp_path_factory.mktemp("runs") / "mine"
     tokenizer = byte_tokenizer()
     manifest = DrafterManifest(
         kind="causal_lm", target=TargetRecord(name=str(target_folder)), template_hash="other"
@@ -83,7 +83,7 @@ def test_one_command_measures_a_drafter_folder_on_its_runs_prompts(
     assert code == 0
     results = read_json(output / "results.json", Results)
     assert results.complete
-    assert [drafter.name for drafter in results.drafters] == ["2026-01-01", "lookup"]
+    assert [drafter.name for drafter in results.drafters] == ["mine", "lookup"]
     assert [suite.name for suite in results.suites] == ["held_out"]
     assert all(certificate.passed for certificate in results.exactness)
     assert all(replayed.exact for replayed in results.replay)
@@ -162,6 +162,8 @@ def settings(**values) -> EvalConfig:
 
 
 def test_lookup_is_always_shown_and_none_is_no_drafter():
+    timed = drafter_specs(settings(drafter="runs/distill/2026-11-29_22-15-58/drafter"))
+    assert list(timed) == ["distill", "lookup"]
     assert drafter_specs(settings(drafter="runs/x/drafter")) == {
         "x": "runs/x/drafter",
         "lookup": "lookup",
@@ -178,6 +180,9 @@ def test_target_comes_from_the_drafter_folder(run_folder, target_folder):
     assert target_name(settings(drafter="d"), manifest) == str(target_folder)
     with pytest.raises(ValueError, match="give target="):
         target_name(settings(drafter="lookup"), None)
+    gone = replace(manifest, target=TargetRecord(name="/nowhere/target"))
+    with pytest.raises(ValueError, match="not on this machine: give target="):
+        target_name(settings(drafter="d"), gone)
     assert template_notes(manifest, byte_tokenizer())[0].code == "template_differs"
     assert template_notes(replace(manifest, template_hash=""), byte_tokenizer()) == []
 
