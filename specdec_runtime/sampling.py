@@ -17,20 +17,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
 
 from specdec_runtime.noise import UniformStreams, draw_by_inversion
+from specdec_runtime.processors import make_processors, make_warpers, needs_history
 from specdec_runtime.sampling_settings import SamplingSettings
 
 __all__ = ["Sampler", "SamplingSettings"]
@@ -78,7 +67,7 @@ class Sampler:
         self.temperatures = settings.temperatures(batch_size)
         self.greedy = torch.tensor(self.temperatures, device=device) == 0.0  # [batch]
         self.all_greedy = not any(self.temperatures)
-        self.needs_history = _needs_history(settings)
+        self.needs_history = needs_history(settings)
         self._has_processors = self.needs_history or bool(
             settings.logit_bias or settings.bad_words_ids
         )
@@ -87,7 +76,7 @@ class Sampler:
         self._prompt_lengths = list(prompt_lengths)
         self._eos_token_ids = list(eos_token_ids)
         self._processors: dict[tuple[int, torch.device], _Process] = {}
-        self._warpers: _Process = _make_warpers(settings)
+        self._warpers: _Process = make_warpers(settings)
         seeds = _row_seeds(seed, batch_size)
         self._draft_noise = UniformStreams(seeds, purpose=_DRAFT_STREAM, device=device)
         self._verify_noise = UniformStreams(seeds, purpose=_VERIFY_STREAM, device=device)
@@ -193,76 +182,10 @@ class Sampler:
         """Made once per prompt length (some count new tokens) and device (some hold tensors)."""
         key = (prompt_length, device)
         if key not in self._processors:
-            self._processors[key] = _make_processors(
+            self._processors[key] = make_processors(
                 self.settings, self._eos_token_ids, prompt_length, device
             )
         return self._processors[key]
-
-
-class _OutputCountPenalty(LogitsProcessor):
-    """Presence and frequency penalties, over the tokens after the prompt."""
-
-    def __init__(self, prompt_length: int, presence: float, frequency: float):
-        self._prompt_length = prompt_length
-        self._presence = presence
-        self._frequency = frequency
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        output = input_ids[:, self._prompt_length :]
-        counts = torch.zeros_like(scores).scatter_add_(1, output, scores.new_ones(output.shape))
-        return scores - self._frequency * counts - self._presence * (counts > 0)
-
-
-def _make_processors(
-    settings: SamplingSettings,
-    eos_token_ids: Sequence[int],
-    prompt_length: int,
-    device: torch.device,
-) -> LogitsProcessorList:
-    """What `generate` applies whether it samples or not, in its order."""
-    made = LogitsProcessorList()
-    if settings.logit_bias:
-        biases: list[list[list[int] | float]] = [
-            [[token], float(bias)] for token, bias in settings.logit_bias.items()
-        ]
-        made.append(SequenceBiasLogitsProcessor(biases))
-    if settings.repetition_penalty != 1.0:
-        made.append(RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty)))
-    presence, frequency = settings.presence_penalty, settings.frequency_penalty
-    if presence or frequency:
-        made.append(_OutputCountPenalty(prompt_length, presence, frequency))
-    if settings.bad_words_ids is not None:
-        made.append(NoBadWordsLogitsProcessor(settings.bad_words_ids))
-    if settings.min_new_tokens and eos_token_ids:
-        eos = torch.tensor(list(eos_token_ids), device=device)
-        made.append(MinNewTokensLengthLogitsProcessor(prompt_length, settings.min_new_tokens, eos))
-    made.extend(settings.logits_processors)
-    return made
-
-
-def _make_warpers(settings: SamplingSettings) -> LogitsProcessorList:
-    """What `generate` applies only when it samples, after the temperature, in its order."""
-    made = LogitsProcessorList()
-    if settings.top_k is not None:
-        made.append(TopKLogitsWarper(settings.top_k))
-    if settings.top_p is not None and settings.top_p < 1.0:
-        made.append(TopPLogitsWarper(settings.top_p))
-    if settings.min_p:
-        made.append(MinPLogitsWarper(settings.min_p))
-    if settings.typical_p is not None and settings.typical_p < 1.0:
-        made.append(TypicalLogitsWarper(settings.typical_p))
-    return made
-
-
-def _needs_history(settings: SamplingSettings) -> bool:
-    return bool(
-        settings.repetition_penalty != 1.0
-        or settings.presence_penalty
-        or settings.frequency_penalty
-        or settings.min_new_tokens
-        or any(len(word) > 1 for word in settings.bad_words_ids or [])
-        or settings.logits_processors
-    )
 
 
 def _check_vocabulary(

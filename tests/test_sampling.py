@@ -8,6 +8,7 @@ from transformers import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    TopPLogitsWarper,
 )
 
 from specdec_runtime.sampling import Sampler, SamplingSettings
@@ -95,6 +96,19 @@ def _generate_with_scores(model, settings, *, do_sample):
         output_logits=True,
         **({"top_k": 0} | arguments if do_sample else arguments),
     )
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+def test_top_p_over_a_large_vocabulary_is_that_of_transformers(spread, top_p):
+    # Flat logits need far more tokens than are looked at first.
+    logits = spread * torch.randn(4, 5000, generator=torch.Generator().manual_seed(1))
+    sampler = make_sampler(temperature=1.0, top_p=top_p, vocab_size=5000)
+    found = sampler.probs(logits, [0] * 4) > 0.0
+    expected = TopPLogitsWarper(top_p)(None, logits) > -math.inf
+    # Rounding of the summed mass may move the boundary by a token or two.
+    assert (found != expected).sum(-1).max() <= 2
+    assert (found.sum(-1) > 0).all()
 
 
 def test_presence_and_frequency_penalties_count_the_output_only():
