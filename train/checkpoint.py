@@ -47,6 +47,7 @@ class TrainState:
     first_score: float | None = None  # acceptance length before training
     acceptance_every: int = 1  # steps between measurements, chosen when the run started
     processes: int = 1
+    metric_sums: dict[str, list[float]] = field(default_factory=dict)  # of the log interval
     identity: dict[str, str] = field(default_factory=dict)  # fingerprints of target, data, drafter
 
     def is_best(self, score: float) -> bool:

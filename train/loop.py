@@ -116,7 +116,8 @@ def train(
         ValueError: at the first loss or gradient that is not finite.
         Interrupted: after a signal, with the finished step saved.
     """
-    sums = MetricSums()
+    # What a checkpoint holds are the sums over all ranks: one of them goes on with them.
+    sums = MetricSums(state.metric_sums if parts.accelerator.is_main_process else None)
     with stop.deferred():
         while state.step < state.max_steps:
             parts.drafter.train()
@@ -128,6 +129,7 @@ def train(
                 _log(parts, state, step, sums, run_log, progress)
             improved = due.acceptance and _measure(parts, state, measure, run_log)
             if due.save or improved or step.stop_requested:
+                state.metric_sums = sums.totals(parts.accelerator)
                 save(state)
             if step.stop_requested:
                 raise Interrupted(stop.signum or 15)  # another rank got the signal: SIGTERM

@@ -12,27 +12,41 @@ from distill.objective import Terms
 
 
 class MetricSums:
-    """Accumulates on the device, in float64, without waiting for it."""
+    """Accumulates on the device, in float64, without waiting for it.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}  # name -> [2]: numerator, denominator
+    Args:
+        start: what `totals` gave when a run was stopped within an interval.
+    """
+
+    def __init__(self, start: dict[str, list[float]] | None = None) -> None:
+        # name -> [2]: numerator, denominator
+        self._sums = {
+            name: torch.tensor(pair, dtype=torch.float64) for name, pair in (start or {}).items()
+        }
 
     def add(self, terms: Terms) -> None:
         self._add("loss", terms.loss_sum, terms.num_tokens)
         for name, (numerator, denominator) in terms.counts.items():
             self._add(name, numerator, denominator)
 
-    def reduce(self, accelerator: Accelerator) -> dict[str, float]:
-        """The ratios over all ranks since the last call; nan where nothing was counted."""
+    def totals(self, accelerator: Accelerator) -> dict[str, list[float]]:
+        """The sums over all ranks so far, exactly, for a checkpoint."""
+        if not self._sums:
+            return {}
         names = sorted(self._sums)  # the same order on every rank
         sums = torch.stack([self._sums[name] for name in names])
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, reduction="sum")
+        return dict(zip(names, sums.tolist(), strict=True))
+
+    def reduce(self, accelerator: Accelerator) -> dict[str, float]:
+        """The ratios over all ranks since the last call; nan where nothing was counted."""
+        totals = self.totals(accelerator)
         self._sums = {}
-        ratios = {}
-        for name, (numerator, denominator) in zip(names, sums.tolist(), strict=True):
-            ratios[name] = numerator / denominator if denominator else float("nan")
-        return ratios
+        return {
+            name: numerator / denominator if denominator else float("nan")
+            for name, (numerator, denominator) in totals.items()
+        }
 
     def _add(self, name: str, numerator: Tensor | int, denominator: Tensor | int) -> None:
         device = numerator.device if isinstance(numerator, Tensor) else None
@@ -42,4 +56,5 @@ class MetricSums:
                 for value in (numerator, denominator)
             ]
         )
-        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+        before = self._sums.get(name)
+        self._sums[name] = pair if before is None else before.to(pair.device) + pair
