@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specdec_runtime.noise import UniformStreams
-from specdec_runtime.tree_drafting import tree_inputs
 from specdec_runtime.tree_growth import ROOT, BestFirstTree, StaticTree
 from specdec_runtime.trees import (
     ancestor_mask,
@@ -46,12 +45,6 @@ def test_every_node_sees_its_ancestors_and_itself():
     assert mask[0, 0].tolist() == [True] + [False] * 6
     assert depths(tree)[0].tolist() == [0, 1, 1, 2, 2, 2, 3]
     assert depths(tree)[1, :3].tolist() == [0, 1, 1]
-
-
-def test_padding_of_a_smaller_tree_is_not_a_level_of_it():
-    inputs = tree_inputs([1, 2], pack_trees([[5, 6], []], [[-1, 0], []]))
-    assert inputs.depths.tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert inputs.num_new.tolist() == [3, 1]
 
 
 def test_siblings_are_drawn_without_replacement_with_their_conditional_probabilities():
