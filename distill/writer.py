@@ -106,67 +106,99 @@ class Writer:
                 f"a prompt of {longest_prompt} tokens and answers.max_new_tokens="
                 f"{self._max_new_tokens} exceed the target's {self._model.max_positions} positions"
             )
-        cache = self._model.new_cache(self._batch_size, capacity)
-        active: dict[int, _Row] = {}
-        queue = iter(requests)
+        batch = _Batch(
+            self._model.new_cache(self._batch_size, capacity), self._batch_size, iter(requests)
+        )
         while True:
-            yield from self._start(queue, cache, active)
-            if not active:
+            yield from self._start(batch)
+            if not batch.active:
                 return
-            yield from self._step(cache, active)
+            yield from self._step(batch)
 
-    def _start(
-        self, queue: Iterator[Request], cache: Cache, active: dict[int, "_Row"]
-    ) -> Iterator[Text]:
+    def _start(self, batch: "_Batch") -> Iterator[Text]:
         """Fills free rows from the queue and writes their first token; yields what ended there."""
-        while free := [row for row in range(self._batch_size) if row not in active]:
-            fresh = {
-                index: _Row(request, self._max_new_tokens)
-                for index, request in zip(free, queue, strict=False)
-            }
-            if not fresh:
-                return
-            active |= fresh
+        while fresh := batch.take(self._max_new_tokens):
             for rows in _prefill_groups(fresh):
-                prompts = [torch.tensor(fresh[index].request.prompt_ids) for index in rows]
-                lengths = torch.tensor([len(prompt) for prompt in prompts])
-                cache.clear(rows)
+                new = [torch.tensor(batch.unseen(index)) for index in rows]
+                lengths = torch.tensor([len(tokens) for tokens in new])
                 output = self._model.forward(
-                    pad_sequence(prompts, batch_first=True),
-                    cache,
+                    pad_sequence(new, batch_first=True),
+                    batch.cache,
                     num_new=lengths,
                     rows=rows,
                     last_only=True,
                     hidden_layers=self._hidden_layers,
                 )
-                yield from self._append(output, lengths - 1, rows, active)
+                yield from self._append(output, lengths - 1, rows, batch)
 
-    def _step(self, cache: Cache, active: dict[int, "_Row"]) -> Iterator[Text]:
+    def _step(self, batch: "_Batch") -> Iterator[Text]:
         """One token for every active row; yields the texts that ended."""
-        rows = sorted(active)
-        pending = torch.tensor([[active[index].token_ids[-1]] for index in rows])
-        output = self._model.forward(pending, cache, rows=rows, hidden_layers=self._hidden_layers)
-        yield from self._append(output, torch.zeros(len(rows), dtype=torch.int64), rows, active)
+        rows = sorted(batch.active)
+        pending = torch.tensor([[batch.active[index].token_ids[-1]] for index in rows])
+        output = self._model.forward(
+            pending, batch.cache, rows=rows, hidden_layers=self._hidden_layers
+        )
+        yield from self._append(output, torch.zeros(len(rows), dtype=torch.int64), rows, batch)
 
     def _append(
-        self, output: ModelOutput, last: Tensor, rows: list[int], active: dict[int, "_Row"]
+        self, output: ModelOutput, last: Tensor, rows: list[int], batch: "_Batch"
     ) -> Iterator[Text]:
         """Chooses the next token of each row; `last` [b] is where each row's state lies."""
         assert output.logits is not None
-        members = [active[index] for index in rows]
+        members = [batch.active[index] for index in rows]
         chosen = self._choice(output.logits[:, 0], members, record=bool(self._hidden_layers))
         if self._hidden_layers:
             states = output.hidden[-1]
-            hidden = states[torch.arange(len(rows), device=states.device), last.to(states.device)]
+            places = torch.arange(len(rows), device=states.device)
+            hidden = states[places, last.to(states.device)].cpu()  # waits for the device
             for place, row in enumerate(members):
-                row.hidden.append(hidden[place].cpu())
+                row.hidden.append(hidden[place])
                 row.log_sum_exp.append(chosen.log_sum_exp[place])
                 row.argmax.append(chosen.argmax[place])
         for index, row, token in zip(rows, members, chosen.token_ids, strict=True):
             row.token_ids.append(token)
             if token in self._stop_ids or len(row.token_ids) == self._max_new_tokens:
-                del active[index]
+                del batch.active[index]
                 yield row.text()
+
+
+class _Batch:
+    """The rows of one `write` call: who writes where, and what the cache of each row holds."""
+
+    def __init__(self, cache: Cache, size: int, queue: Iterator[Request]) -> None:
+        self.cache = cache
+        self.active: dict[int, _Row] = {}
+        self._queue = queue
+        self._free_rows = range(size)
+        self._prompts: list[Sequence[int]] = [()] * size  # the last one of each row
+
+    def take(self, max_new_tokens: int) -> "dict[int, _Row]":
+        """Gives every free row its next request; {} if no row is free or none is left.
+
+        What a new prompt has in common with the row's last one, the template's opening at least,
+        stays in the cache: with short prompts that is most of them.
+        """
+        free = [index for index in self._free_rows if index not in self.active]
+        fresh = {
+            index: _Row(request, max_new_tokens)
+            for index, request in zip(free, self._queue, strict=False)
+        }
+        for index, row in fresh.items():
+            prompt = row.request.prompt_ids
+            shared = _common_length(self._prompts[index], prompt[:-1])  # one token has to be fed
+            self.cache.truncate([shared], [index])
+            self._prompts[index] = prompt
+        self.active |= fresh
+        return fresh
+
+    def unseen(self, index: int) -> list[int]:
+        """The tokens of a fresh row's prompt that its cache does not hold."""
+        return list(self._prompts[index][int(self.cache.lengths[index]) :])
+
+
+def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 class _Row:

@@ -125,6 +125,18 @@ def test_the_batch_stays_full_while_there_are_prompts(target, prompts, tmp_path)
     assert set(steps[:-lasting]) == {SETTINGS.batch_size}
 
 
+def test_a_row_does_not_read_again_what_its_next_prompt_begins_with(target, prompts, tmp_path):
+    target.model.passes.clear()
+    config = dataclasses.replace(SETTINGS, batch_size=1)
+    write_answers(target, prompts, config, tmp_path)
+    opening = len(ChatTemplate(target.tokenizer).user_opening())
+    read = [width for _, width in target.model.passes if width > 1]
+    lengths = [len(ChatTemplate(target.tokenizer).render(prompt.messages)) for prompt in prompts]
+    assert len(read) == len(prompts)
+    assert read[0] == lengths[0]
+    assert all(one <= other - opening for one, other in zip(read[1:], lengths[1:], strict=True))
+
+
 def test_a_job_that_is_killed_three_times_leaves_the_same_answers(
     undisturbed, target, prompts, tmp_path
 ):
