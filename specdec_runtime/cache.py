@@ -19,7 +19,7 @@ from transformers import Cache
 _CHUNK_SLOTS = 256
 
 
-class _Placement(NamedTuple):
+class Placement(NamedTuple):
     """Where the tokens of the pass under way go."""
 
     num_rows: int
@@ -44,13 +44,34 @@ class BufferCache(Cache):
         self.capacity = capacity
         self.static = static
         self.lengths = torch.zeros(batch_size, dtype=torch.int64)
-        self._num_slots = _round_up(capacity + 1) if static else 0
+        # Room for the padding of the widest compiled pass behind a full row.
+        self._num_slots = _round_up(capacity + 16) if static else 0
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._order = list(range(batch_size))  # physical place -> row
-        self._placement: _Placement | None = None
+        self._placement: Placement | None = None
 
-    def begin_pass(self, rows: Sequence[int] | None, num_new: Tensor, width: int) -> _Placement:
+    @property
+    def placement(self) -> Placement:
+        """Of the pass that `begin_pass` has begun."""
+        assert self._placement is not None, "begin_pass has to be called before a forward pass"
+        return self._placement
+
+    def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Keys and values of all layers so far, each [B, H, S, D]; the memory, not a copy."""
+        return (
+            [self._keys[layer] for layer in sorted(self._keys)],
+            [self._values[layer] for layer in sorted(self._values)],
+        )
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether every layer's buffer has its full size, so that a pass allocates nothing."""
+        return bool(self._keys) and all(
+            buffer.shape[2] == self._num_slots for buffer in self._keys.values()
+        )
+
+    def begin_pass(self, rows: Sequence[int] | None, num_new: Tensor, width: int) -> Placement:
         """Make room for `width` tokens in each of `rows`; the model's layers write there next.
 
         Raises:
@@ -71,7 +92,7 @@ class BufferCache(Cache):
             # Growing by half keeps the copies below the work of filling what is copied.
             self._num_slots = _round_up(max(last, self._num_slots * 3 // 2))
         uniform = bool((starts == starts[0]).all()) and not self.static
-        self._placement = _Placement(
+        self._placement = Placement(
             num_rows=len(chosen),
             start=int(starts[0]) if uniform else None,
             slots=slots,
@@ -116,8 +137,7 @@ class BufferCache(Cache):
         return int(self.lengths.max())
 
     def _write(self, buffers: dict[int, Tensor], layer: int, new: Tensor) -> Tensor:
-        place = self._placement
-        assert place is not None, "begin_pass has to be called before the model's forward"
+        place = self.placement
         buffer = buffers.get(layer)
         if buffer is None or buffer.shape[2] < self._num_slots:
             buffer = buffers[layer] = self._grown(buffer, new)
@@ -134,6 +154,8 @@ class BufferCache(Cache):
         grown = torch.zeros(shape, dtype=like.dtype, device=like.device)
         if buffer is not None:
             grown[:, :, : buffer.shape[2]] = buffer
+        if self.static:
+            torch._dynamo.mark_static_address(grown)  # lets CUDA graphs write to it in place
         return grown
 
     def _arrange(self, rows: list[int]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdec_runtime import native
+from specdec_runtime.compiled import compile_obstacle
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.model import CausalModel
 
@@ -51,7 +52,11 @@ def make_model(
         if reason := native_obstacle(module):
             raise ValueError(f"engine=native cannot run this model: {reason}; use engine=eager")
         return native.NativeModel.from_hf(module, head_rows=head_rows)
-    return HFModel(module, head_rows=head_rows, static=engine is Engine.compiled)
+    compiled = engine is Engine.compiled
+    if compiled and (reason := compile_obstacle(module.device)):
+        _warn_once(f"decoding without compilation: {reason}")
+        compiled = False
+    return HFModel(module, head_rows=head_rows, compiled=compiled)
 
 
 def native_obstacle(module: PreTrainedModel) -> str | None:

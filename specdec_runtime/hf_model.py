@@ -8,7 +8,7 @@ Shapes: b rows of one pass, Q new tokens, S slots, D hidden size, V vocabulary s
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import zip_longest
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specdec_runtime.cache import BufferCache
+from specdec_runtime.compiled import WIDTHS, CompiledDecoder, compiled_width
 from specdec_runtime.layer_access import captured_residuals, decoder_layers, only_layers
 from specdec_runtime.masks import additive, attention_mask
 from specdec_runtime.model import ModelOutput
@@ -35,7 +36,7 @@ class HFModel:
 
     Args:
         module: a decoder-only `...ForCausalLM`.
-        static: fixed-size cache buffers and masks, so that shapes do not change between rounds.
+        compiled: run short passes through torch.compile, on cache buffers of fixed size.
         head_rows: [n] int64: compute only these rows of the head; logits then have n columns.
             They are copied: make a new HFModel after the weights have changed.
 
@@ -44,10 +45,9 @@ class HFModel:
     """
 
     def __init__(
-        self, module: PreTrainedModel, *, static: bool = False, head_rows: Tensor | None = None
+        self, module: PreTrainedModel, *, compiled: bool = False, head_rows: Tensor | None = None
     ) -> None:
         self.module: Any = module
-        self.static = static
         self.config = module.config.get_text_config(decoder=True)
         self._layer_kinds = _checked_layer_kinds(module, self.config)
         self._decoder: nn.Module = module.base_model
@@ -61,6 +61,9 @@ class HFModel:
         if head_rows is not None:
             self._head = _sliced_head(self._head, head_rows)
         self.vocab_size = _num_rows(self._head)
+        self._compiled: CompiledDecoder | None = None
+        if compiled:
+            self._compiled = CompiledDecoder(self._decoder, self._arguments.cache)
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +74,7 @@ class HFModel:
         return self.module.dtype
 
     def new_cache(self, batch_size: int, capacity: int) -> BufferCache:
-        return BufferCache(batch_size, capacity, static=self.static)
+        return BufferCache(batch_size, capacity, static=self._compiled is not None)
 
     @torch.no_grad()
     def forward(
@@ -95,25 +98,21 @@ class HFModel:
         counts = torch.full((num_rows,), width) if num_new is None else num_new.cpu()
         chosen = slice(None) if rows is None else list(rows)
         starts = cache.lengths[chosen].to(self.device)
-        place = cache.begin_pass(rows, counts, width)
-        if positions is None:
-            positions_in = starts[:, None] + torch.arange(width, device=self.device)
-        else:
-            positions_in = positions.to(self.device)
         residuals: dict[int, Tensor] = {}
         inner = [k for k in hidden_layers if k >= 0]
+        run: Callable[..., Tensor] = self._eager
+        padded = width
+        if self._compiled is not None and not inner and layers is None and cache.is_allocated:
+            padded = compiled_width(width) or width
+            run = self._compiled if padded in WIDTHS else self._eager
+        place = cache.begin_pass(rows, counts, padded)
+        inputs = self._inputs(token_ids, starts, padded, place.end, positions, visible)
         with (
             captured_residuals(self.layers, inner, residuals) if inner else nullcontext(),
             only_layers(self.layers, layers, hidden_in) if layers else nullcontext(),
             _evaluating(self.module),
         ):
-            hidden = self._decoder(
-                input_ids=token_ids.to(self.device),
-                attention_mask=self._masks(starts, width, place.end, positions, visible),
-                position_ids=positions_in,
-                use_cache=True,
-                **{self._arguments.cache: cache},
-            ).last_hidden_state  # [b, Q, D]
+            hidden = run(*inputs, cache)[:, :width]  # [b, Q, D]
         cache.lengths[chosen] += counts
         if -1 in hidden_layers:
             residuals[-1] = hidden
@@ -126,12 +125,28 @@ class HFModel:
             scores = self.logits_of(hidden)
         return ModelOutput(scores, {k: h.float().to(self.device) for k, h in residuals.items()})
 
+    def _eager(
+        self,
+        token_ids: Tensor,
+        masks: Tensor | dict[str, Tensor],
+        positions: Tensor,
+        cache: BufferCache,
+    ) -> Tensor:
+        return self._decoder(
+            input_ids=token_ids,
+            attention_mask=masks,
+            position_ids=positions,
+            use_cache=True,
+            **{self._arguments.cache: cache},
+        ).last_hidden_state
+
     @torch.no_grad()
     def logits_of(self, hidden: Tensor) -> Tensor:
         """[..., V] float32 logits of [..., D] post-norm hidden states."""
-        weight_dtype = self._head.weight.dtype
-        if hidden.dtype != weight_dtype and weight_dtype.is_floating_point:
-            hidden = hidden.to(weight_dtype)
+        weight = self._head.weight
+        # A quantised head takes what the decoder gives it.
+        if isinstance(weight, Tensor) and weight.dtype.is_floating_point:
+            hidden = hidden.to(weight.dtype)
         return self._scaled(self._head(hidden)).float().to(self.device)
 
     def _scaled(self, logits: Tensor) -> Tensor:
@@ -143,6 +158,28 @@ class HFModel:
         if (divisor := getattr(self.config, "logits_scaling", None)) is not None:
             logits = logits / divisor  # Granite
         return logits
+
+    def _inputs(
+        self,
+        token_ids: Tensor,
+        starts: Tensor,
+        width: int,
+        num_slots: int,
+        positions: Tensor | None,
+        visible: Tensor | None,
+    ) -> tuple[Tensor, Tensor | dict[str, Tensor], Tensor]:
+        """Token ids, masks and positions of a pass, padded to `width` tokens a row."""
+        extra = width - token_ids.shape[1]
+        padded_ids = nn.functional.pad(token_ids.to(self.device), (0, extra))
+        if positions is not None:
+            positions = nn.functional.pad(positions.to(self.device), (0, extra))
+        if visible is not None:
+            visible = nn.functional.pad(visible.to(self.device), (0, extra, 0, extra))
+        masks = self._masks(starts, width, num_slots, positions, visible)
+        if positions is None:
+            positions = starts[:, None] + torch.arange(width, device=self.device)
+        # Padding may lie past the last position, where a table of positions has no entry.
+        return padded_ids, masks, positions.clamp_max(self.max_positions - 1)
 
     def _masks(
         self,
@@ -159,8 +196,8 @@ class HFModel:
                 starts,
                 width,
                 num_slots,
-                positions=None if positions is None else positions.to(starts.device),
-                visible=None if visible is None else visible.to(starts.device),
+                positions=positions,
+                visible=visible,
                 window=self.config.sliding_window if kind == "sliding_attention" else None,
                 chunk=self.config.attention_chunk_size if kind == "chunked_attention" else None,
             )

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -26,52 +27,68 @@ from tests.toy_training import (
 from train.checkpoint import MANIFEST, WEIGHTS, Checkpoints, TrainState
 from train.session import resume, save
 
-MAX_STEPS = 210  # of 125 steps an epoch: the second epoch is under way
-KILLS = {  # case I1: in an epoch, at its last step, at its border, in the next one
-    1: [("objective", 37), ("objective", 124), ("objective", 125), ("objective", 200)],
-    # With 4 micro-batches a step, in the middle of a step, while saving, and just after it.
-    4: [("objective", 37 * 4 + 2), ("saving", 60), ("saved", 120), ("objective", 200 * 4 + 1)],
-}
+
+@dataclass(frozen=True)
+class Case:
+    """A run, and where SIGKILL ends its sessions: (place, number of the micro-batch or step)."""
+
+    accumulation_steps: int
+    epoch_batches: int
+    max_steps: int
+    save_every: int
+    kills: tuple[tuple[str, int], ...]
 
 
-def long_epochs(number: int) -> ToyBatch:
-    """Epochs of 125 batches; the ids name epoch and place, the content follows the place."""
-    epoch, index = divmod(number, 125)
-    place = int(torch.randperm(125, generator=torch.Generator().manual_seed(epoch))[index])
-    return ToyBatch([f"{epoch}-{place}"], micro_batch(place).token_ids)
+CASES = [
+    # Case I1: in an epoch, at its last step, at its border, in the next one.
+    Case(1, 125, 210, 20, (("batch", 37), ("batch", 124), ("batch", 125), ("batch", 200))),
+    # In the middle of a step, while saving, and in the middle of a step of a later epoch.
+    Case(4, 25, 30, 6, (("batch", 9 * 4 + 2), ("saving", 18), ("batch", 26 * 4 + 1))),
+]
 
 
-def killed_session(run_dir: Path, accumulation_steps: int, kill: tuple[str, int] | None) -> None:
-    """One process of a run; `kill` = (where, which micro-batch or step) ends it by SIGKILL."""
+def session(run_dir: Path, case: Case, kill: tuple[str, int] | None) -> None:
+    """One process of a run."""
     torch.set_num_threads(1)
     where, number = kill or ("never", 0)
+    found, _ = Checkpoints(run_dir, keep_last=2).newest()
+    batches_done = (found.state.step if found else 0) * case.accumulation_steps
     trace = (run_dir / "trace.jsonl").open("a")
 
+    def batch_of_epoch(index: int) -> ToyBatch:
+        """The ids name epoch and place, the content follows the place."""
+        epoch, index = divmod(index, case.epoch_batches)
+        order = torch.randperm(case.epoch_batches, generator=torch.Generator().manual_seed(epoch))
+        place = int(order[index])
+        return ToyBatch([f"{epoch}-{place}"], micro_batch(place).token_ids)
+
     def objective(drafter: nn.Module, batch: ToyBatch) -> ToyTerms:
-        objective.calls += 1
-        if where == "objective" and objective.calls + skipped == number:
+        nonlocal batches_done
+        batches_done += 1
+        if where == "batch" and batches_done == number:
             os.kill(os.getpid(), signal.SIGKILL)
         terms = cross_entropy(drafter, batch)
-        loss = terms.loss_sum.item().hex()
-        trace.write(json.dumps([objective.calls + skipped, batch.ids, loss]) + "\n")
+        trace.write(json.dumps([batches_done, batch.ids, terms.loss_sum.item().hex()]) + "\n")
         trace.flush()
         return terms
 
     def write_drafter(folder: Path) -> None:
-        step = int(folder.parent.name.split("-")[1].split(".")[0])
-        if where == "saving" and step == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if where == "saved" and step > number:
+        if where == "saving" and f"step-{number:08d}" in str(folder):
             os.kill(os.getpid(), signal.SIGKILL)
         write_toy_drafter(folder)
 
-    objective.calls = 0
-    found, _ = Checkpoints(run_dir, keep_last=2).newest()
-    skipped = (found.state.step if found else 0) * accumulation_steps
     parts = toy_parts(
-        accumulation_steps=accumulation_steps, objective=objective, micro_batches=long_epochs
+        accumulation_steps=case.accumulation_steps,
+        objective=objective,
+        micro_batches=batch_of_epoch,
     )
-    run_toy(run_dir, parts, max_steps=MAX_STEPS, save_every=20, write_drafter=write_drafter)
+    run_toy(
+        run_dir,
+        parts,
+        max_steps=case.max_steps,
+        save_every=case.save_every,
+        write_drafter=write_drafter,
+    )
 
 
 def in_process(function: Callable[..., None], *arguments: object) -> int | None:
@@ -92,19 +109,17 @@ def trace_of(run_dir: Path) -> dict[int, tuple]:
     return trace
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 4])
-def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(
-    tmp_path: Path, accumulation_steps: int
-):
+@pytest.mark.parametrize("case", CASES, ids=["every step", "accumulated"])
+def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, case: Case):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir(), killed.mkdir()
-    assert in_process(killed_session, whole, accumulation_steps, None) == 0
-    for kill in KILLS[accumulation_steps]:
-        assert in_process(killed_session, killed, accumulation_steps, kill) == -signal.SIGKILL
-    assert in_process(killed_session, killed, accumulation_steps, None) == 0
+    assert in_process(session, whole, case, None) == 0
+    for kill in case.kills:
+        assert in_process(session, killed, case, kill) == -signal.SIGKILL
+    assert in_process(session, killed, case, None) == 0
 
     assert trace_of(killed) == trace_of(whole)
-    assert len(trace_of(whole)) == MAX_STEPS * accumulation_steps
+    assert len(trace_of(whole)) == case.max_steps * case.accumulation_steps
     ends = [Checkpoints(folder, keep_last=2).newest()[0] for folder in (whole, killed)]
     assert ends[0] is not None
     assert ends[1] is not None

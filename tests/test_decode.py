@@ -8,6 +8,7 @@ from specdec_runtime import native
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import ConfidenceThreshold
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target
@@ -58,12 +59,12 @@ def plain_greedy(module, prompts, num_tokens):
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3"])
 def case(request):
-    """(module, what transformers' generate says) per kind of model: 200 or 80 tokens."""
+    """(module, what transformers' generate says) per kind of model: 200 or 60 tokens."""
     module = make(request.param)
     # A token that no text holds, so that the useless drafter is useless in every round.
     with torch.no_grad():
         module.get_output_embeddings().weight[NEVER] = 0.0
-    answers = plain_greedy(module, PROMPTS, 200 if request.param == "llama" else 80)
+    answers = plain_greedy(module, PROMPTS, 200 if request.param == "llama" else 60)
     assert all(NEVER not in answer for answer in answers)
     return module, answers
 
@@ -78,14 +79,15 @@ def test_greedy_text_is_the_targets_own_for_any_drafter_and_length(case, quality
     drafter = ScriptedDrafter.knowing(texts, kind=quality, wrong=NEVER)
     for num_draft_tokens in DRAFT_LENGTHS[quality]:
         decoder = SpeculativeDecoder(module, drafter, num_draft_tokens=num_draft_tokens)
-        generation = decoder.generate(PROMPTS, max_new_tokens=max(map(len, answers)))
-        assert generation.token_ids == answers
+        num_tokens = 60 if quality == "useless" else max(map(len, answers))
+        generation = decoder.generate(PROMPTS, max_new_tokens=num_tokens)
+        assert generation.token_ids == [answer[:num_tokens] for answer in answers]
         if quality != "half-right":
             assert generation.stats.acceptance_rate == (1.0 if quality == "perfect" else 0.0)
     alone = SpeculativeDecoder(module, drafter, num_draft_tokens=4)
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        text = alone.generate([prompt], max_new_tokens=30).token_ids[0]
-        assert text == answer[:30]
+    for prompt, answer in zip(PROMPTS[:2], answers, strict=False):
+        text = alone.generate([prompt], max_new_tokens=20).token_ids[0]
+        assert text == answer[:20]
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -131,7 +133,7 @@ def test_a_copy_of_the_target_is_accepted_in_every_round(engine, num_draft_token
     if engine == "native" and not native.available():
         pytest.skip(native.unavailable_reason())
     model = HFModel(module) if engine == "eager" else native.NativeModel.from_hf(module)
-    num_tokens = 500 if engine == "native" else 160
+    num_tokens = 500 if engine == "native" else 80
     decoder = SpeculativeDecoder(
         Target(model=model), CausalLMDrafter(model), num_draft_tokens=num_draft_tokens
     )
@@ -150,7 +152,7 @@ def test_the_drafters_cache_holds_what_was_kept_and_drafts_as_without_a_cache():
             parameter.add_(torch.randn_like(parameter) * 0.02)
     drafter = CausalLMDrafter(HFModel(draft_module))
     decoding = SpeculativeDecoder(module, drafter, num_draft_tokens=4)._begin(
-        PROMPTS[:2], max_new_tokens=30
+        PROMPTS[:2], max_new_tokens=16
     )
     decoding.prefill()
     while decoding.active:
@@ -181,9 +183,8 @@ def test_the_drafters_cache_holds_what_was_kept_and_drafts_as_without_a_cache():
     assert 0 < accepted < drafted  # or the test would have tested one case only
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, [0.0, 1.0, 0.7, 0.0]])
 @pytest.mark.parametrize("make_drafter", ["none", "model", "lookup", "confident"])
-def test_every_row_of_a_batch_decodes_as_it_does_alone(temperature, make_drafter):
+def test_every_row_of_a_batch_decodes_as_it_does_alone(make_drafter):
     module = tiny_llama(0)
     drafters = {
         "none": lambda: None,
@@ -193,10 +194,11 @@ def test_every_row_of_a_batch_decodes_as_it_does_alone(temperature, make_drafter
     }
     length = 4 if make_drafter != "confident" else ConfidenceThreshold(0.5, 4)
     decoder = SpeculativeDecoder(module, drafters[make_drafter](), num_draft_tokens=length)
-    together = decoder.generate(PROMPTS, max_new_tokens=20, temperature=temperature, seed=7)
+    temperatures = [0.0, 1.0, 0.7, 0.0]
+    together = decoder.generate(PROMPTS, max_new_tokens=14, temperature=temperatures, seed=7)
     for row, prompt in enumerate(PROMPTS):
-        own = temperature[row] if isinstance(temperature, list) else temperature
-        alone = decoder.generate([prompt], max_new_tokens=20, temperature=own, seed=7 + row)
+        arguments = {"temperature": temperatures[row], "seed": 7 + row}
+        alone = decoder.generate([prompt], max_new_tokens=14, **arguments)
         assert together.token_ids[row] == alone.token_ids[0]
         assert together.row_stats[row] == alone.row_stats[0]
 
@@ -264,13 +266,13 @@ def test_sampled_tokens_follow_the_target_and_are_kept_at_the_overlap_rate(greed
         TableModel.by_token(draft.expand(2, 2)), temperature=0.0 if greedy_drafter else None
     )
     decoder = SpeculativeDecoder(model, drafter, num_draft_tokens=4, rule="speculative")
-    generation = decoder.generate([[0]] * 1000, max_new_tokens=101, temperature=1.0, seed=0)
-    tokens = torch.tensor(generation.token_ids).flatten()  # 101,000 draws
-    assert abs(float((tokens == 0).float().mean()) - 0.6) < 0.006
+    generation = decoder.generate([[0]] * 300, max_new_tokens=101, temperature=1.0, seed=0)
+    tokens = torch.tensor(generation.token_ids).flatten()  # 30,300 draws, sigma 0.003
+    assert abs(float((tokens == 0).float().mean()) - 0.6) < 0.011
     # sum of min(target, draft); a greedy drafter is certain: the target's mass on its token.
     overlap = 0.6 if greedy_drafter else 0.8
     for rate in generation.stats.conditional_acceptance_by_position:
-        assert abs(rate - overlap) < 0.015
+        assert abs(rate - overlap) < 0.03
     # Rounds that had room for all four: .8 + .64 + .512 + .41 tokens, and the target's own one.
     whole = [
         accepted
@@ -279,7 +281,7 @@ def test_sampled_tokens_follow_the_target_and_are_kept_at_the_overlap_rate(greed
         if limit >= 4
     ]
     expected = 1 + sum(overlap**position for position in (1, 2, 3, 4))
-    assert abs(1 + sum(whole) / len(whole) - expected) < 0.05
+    assert abs(1 + sum(whole) / len(whole) - expected) < 0.08
 
 
 def test_penalties_see_the_drafted_tokens_in_front_of_them():
@@ -375,3 +377,62 @@ def test_bad_prompts_are_refused_before_any_pass(prompts, message):
 def test_a_negative_draft_length_is_refused():
     with pytest.raises(ValueError, match="num_draft_tokens is -1"):
         SpeculativeDecoder(TableModel.reciting([1, 2], 8), num_draft_tokens=-1)
+
+
+@pytest.mark.parametrize("help_", ["assistant", "prompt lookup", "early exit"])
+def test_transformers_own_speculation_agrees(help_):
+    module, draft = tiny_llama(0), tiny_llama(1, num_layers=1)
+    prompt = PROMPTS[3]
+    theirs, ours = {
+        "assistant": ({"assistant_model": draft}, CausalLMDrafter(HFModel(draft))),
+        "prompt lookup": ({"prompt_lookup_num_tokens": 3}, PromptLookupDrafter()),
+        "early exit": (
+            {"assistant_early_exit": 1},
+            EarlyExitDrafter(HFModel(module), exit_layer=1),
+        ),
+    }[help_]
+    ids = torch.tensor([prompt])
+    expected = module.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=24,
+        pad_token_id=0,
+        **theirs,
+    )[0, len(prompt) :].tolist()
+    target = Target(model=ours.model if help_ == "early exit" else HFModel(module))
+    target.eos_token_ids = (2,)
+    generation = SpeculativeDecoder(target, ours, num_draft_tokens=3).generate(
+        [prompt], max_new_tokens=24
+    )
+    assert generation.token_ids[0] == expected
+
+
+class Int8Linear(torch.nn.Module):
+    """Weights in int8 with one scale a row, as quantisation libraries put in a layer's place."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.out_features = linear.out_features
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, hidden):
+        return torch.nn.functional.linear(hidden, self.weight * self.scale)
+
+
+def test_a_quantised_target_keeps_its_own_text_with_a_drafter_of_another_dtype():
+    quantised = tiny_llama(0)
+    for module in list(quantised.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, Int8Linear(child))
+    target = Target(model=HFModel(quantised), eos_token_ids=(2,))
+    drafter = CausalLMDrafter(HFModel(tiny_llama(0).to(torch.bfloat16)))
+    plain = SpeculativeDecoder(target).generate(PROMPTS, max_new_tokens=16)
+    helped = SpeculativeDecoder(target, drafter, num_draft_tokens=3).generate(
+        PROMPTS, max_new_tokens=16
+    )
+    assert helped.token_ids == plain.token_ids
+    assert 0 < helped.stats.num_accepted < helped.stats.num_drafted

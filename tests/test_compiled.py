@@ -1,0 +1,52 @@
+"""The compile switch: the same text from compiled passes, or one warning and the same text."""
+
+import pytest
+import torch
+
+from specdec_runtime import compiled, engines
+from specdec_runtime.compiled import compile_obstacle, compiled_width
+from specdec_runtime.decode import SpeculativeDecoder
+from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.engines import make_model
+from specdec_runtime.hf_model import HFModel
+from specdec_runtime.target import Target
+from tests.conftest import tiny_llama
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.mark.slow
+def test_compiled_passes_give_the_same_text():
+    if reason := compile_obstacle(torch.device("cpu")):
+        pytest.skip(reason)
+    module = tiny_llama(0, num_layers=1)
+    target = Target(model=HFModel(module, compiled=True), eos_token_ids=(2,))
+    # The drafter's own passes are eager: every compiled shape takes the test seconds.
+    decoder = SpeculativeDecoder(target, CausalLMDrafter(HFModel(module)), num_draft_tokens=1)
+    generation = decoder.generate([PROMPT], max_new_tokens=12)
+    assert (
+        generation.token_ids
+        == SpeculativeDecoder(module).generate([PROMPT], max_new_tokens=12).token_ids
+    )
+    assert generation.stats.acceptance_rate == 1.0
+
+
+def test_without_a_compiler_there_is_one_warning_and_the_same_text(monkeypatch):
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    engines._warn_once.cache_clear()
+    module = tiny_llama(0, num_layers=1)
+    with pytest.warns(UserWarning, match="without compilation: no C\\+\\+ compiler") as warned:
+        model = make_model(module, engine="compiled")
+        make_model(module, engine="compiled")
+    assert len(warned) == 1
+    text = SpeculativeDecoder(Target(model=model)).generate([PROMPT], max_new_tokens=5)
+    assert (
+        text.token_ids
+        == SpeculativeDecoder(module)
+        .generate([PROMPT], max_new_tokens=5, eos_token_id=[])
+        .token_ids
+    )
+
+
+def test_passes_are_padded_to_few_widths():
+    assert [compiled_width(width) for width in (1, 3, 5, 16, 17)] == [1, 4, 8, 16, None]
