@@ -57,8 +57,8 @@ def predict(
     best = best_length(speedups)
     shown = speed.num_draft_tokens if speed is not None else best.num_draft_tokens
     at_shown = lengths.get(shown)
+    predicted = None if speed is None else _predicted_as_timed(speed, costs)
     known = speed.decode_speedup.value if speed is not None and speed.decode_speedup else None
-    predicted = speedups.get(shown) if speed is not None else None
     return Prediction(
         drafter=drafter,
         suite=suite,
@@ -66,7 +66,7 @@ def predict(
         best_num_draft_tokens=best.num_draft_tokens,
         best_speedup=best.speedup,
         mean_acceptance=None if at_shown is None else equivalent_rate(at_shown),
-        decomposition=[] if at_shown is None else _decompose(at_shown, costs),
+        decomposition=_decompose(speed, at_shown, costs),
         what_if=what_if(lengths, costs),
         measured_num_draft_tokens=None if speed is None else shown,
         predicted_at_measured=predicted,
@@ -163,8 +163,24 @@ def _best_perfect(lengths: Lengths, costs: RoundCosts) -> float:
     return best_length(speedups).speedup
 
 
-def _decompose(length: ReplayedLength, costs: RoundCosts) -> list[Step]:
-    return decomposition(_value(length), costs, length.rounds_by_drafted)
+def _predicted_as_timed(speed: SpeedResult, costs: RoundCosts) -> float | None:
+    """The prediction for the timed prompts, so that only costs can differ from the clock."""
+    longest = max(speed.rounds_by_drafted, default=0)
+    if speed.acceptance_length is None or longest > costs.max_draft_tokens:
+        return None
+    return predicted_speedup(speed.acceptance_length, costs, speed.rounds_by_drafted)
+
+
+def _decompose(
+    speed: SpeedResult | None, replayed: ReplayedLength | None, costs: RoundCosts
+) -> list[Step]:
+    """Of the timed prompts where there are any, else of the replayed ones."""
+    if speed is not None and _predicted_as_timed(speed, costs) is not None:
+        assert speed.acceptance_length is not None
+        return decomposition(speed.acceptance_length, costs, speed.rounds_by_drafted)
+    if replayed is None:
+        return []
+    return decomposition(_value(replayed), costs, replayed.rounds_by_drafted)
 
 
 def _length_prediction(

@@ -209,6 +209,7 @@ class SpeedResult:
     mean_prompt_speedup: float | None
     repeat_speedups: list[float]
     acceptance_length: float | None
+    rounds_by_drafted: dict[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +227,8 @@ class Prediction:
     """What the measured acceptance and costs predict for one drafter and suite (temperature 0).
 
     decomposition: speedup left after each cost in turn. what_if: the best predicted speedup if
-    one thing changed. deviation: predicted / measured decode speedup - 1, at the measured length.
+    one thing changed. predicted_at_measured: of the timed prompts alone, with the acceptance they
+    had. deviation: that / the measured decode speedup - 1.
     """
 
     drafter: str

@@ -186,8 +186,8 @@ def terminal_table(results: Results) -> RichTable:
     summary = summary_table(results)
     table = RichTable(box=None, pad_edge=False)
     for index, column in enumerate(summary.columns):
-        justify = "left" if index in summary.text_columns else "right"
-        table.add_column(column, justify=justify, no_wrap=True)
+        is_text = index in summary.text_columns
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
     for row in summary.rows:
         table.add_row(*texts(row))
     return table

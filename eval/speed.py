@@ -7,6 +7,7 @@ that this product has (its engine, or transformers' own generate), never a slowe
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -29,13 +30,18 @@ NOISY_SPREAD = 0.10  # plain repeats that differ by more than this are reported 
 
 @dataclass(frozen=True)
 class Timing:
-    """One prompt decoded once. `start_s`: prefill, and the drafter's first look at the prompt."""
+    """One prompt decoded once.
+
+    start_s: prefill, and the drafter's first look at the prompt. drafted: by round, as submitted
+    to the target. stats, drafted: None and empty where transformers decoded.
+    """
 
     seconds: float
     first_token_s: float
     start_s: float
     token_ids: list[int]
     stats: AcceptanceStats | None = None
+    drafted: tuple[int, ...] = ()
 
 
 Decode = Callable[[list[int], int], Timing]  # (prompt, max_new_tokens) -> one timed decode
@@ -60,6 +66,7 @@ def speculative_decode(target: Target, drafter: Drafter | None, num_draft_tokens
             start_s=generation.prefill_s + _first_look_s(generation),
             token_ids=generation.token_ids[0],
             stats=generation.row_stats[0],
+            drafted=tuple(one.drafted[0] for one in generation.rounds),
         )
 
     return decode
@@ -155,6 +162,7 @@ def speed_result(
     scaled = [f * b / n for f, b, n in zip(fast.seconds, base.tokens, fast.tokens, strict=True)]
     decoding = [f * b / n for f, b, n in zip(fast.decode_s, base.tokens, fast.tokens, strict=True)]
     stats = sum((t.stats for t in speculative[0] if t.stats is not None), AcceptanceStats())
+    drafted = Counter(count for timing in speculative[0] for count in timing.drafted)
     total_tokens = sum(fast.tokens)
     return SpeedResult(
         drafter=drafter,
@@ -182,6 +190,7 @@ def speed_result(
             for before, after in zip(plain, speculative, strict=True)
         ],
         acceptance_length=stats.acceptance_length if stats.num_rounds else None,
+        rounds_by_drafted=dict(sorted(drafted.items())),
     )
 
 

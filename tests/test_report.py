@@ -117,6 +117,7 @@ def speed(drafter: str, suite: str, k: int, value: float) -> SpeedResult:
         mean_prompt_speedup=value + 0.01,
         repeat_speedups=[value - 0.01, value, value + 0.01],
         acceptance_length=1.9,
+        rounds_by_drafted={k: 300},
     )
 
 
