@@ -2,7 +2,7 @@
 
 test_exactness_kit.py proves the parts; this is the sum of them, through `generate`. The texts of
 a model that looks at the last token only form a Markov chain, so the counts of what followed each
-token are compared with the target's row of it by chi-squared: 12,000 draws (5,000 with trees), 16
+token are compared with the target's row of it by chi-squared: 8,000 draws (5,000 with trees), 16
 bins, 12 degrees of freedom.
 """
 
@@ -22,7 +22,7 @@ from tests.conftest import tiny_llama
 from tests.table_model import TableModel
 from tests.toy_models import chi_squared, chi_squared_limit, random_table
 
-NUM_ROWS, NUM_TOKENS = 120, 100
+NUM_ROWS, NUM_TOKENS = 80, 100
 TARGET, DRAFT = (random_table(seed, vocab_size=4, sharpness=1.0) for seed in (11, 12))
 
 
