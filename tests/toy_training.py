@@ -128,7 +128,7 @@ def run_toy(
             parts,
             state,
             optim=OptimConfig(),
-            every=Intervals(log=1, save=save_every, acceptance=4),
+            every=Intervals(log=1, save=save_every, acceptance=15),
             run_log=log,
             measure=lambda: Measurement(score_of(parts), {}, seconds=torch.rand(1).item()),
             save=lambda now: save(checkpoints, parts, now, write_drafter),
