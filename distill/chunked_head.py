@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distill.comparison import Comparison
 from distill.losses import (
     LOSSES,
     TARGET_FREE,
@@ -24,9 +25,7 @@ from distill.losses import (
     LossName,
     greedy_agreement,
     hard_labels,
-    lk_parts,
-    lk_weight,
-    overlap,
+    lk_mix,
 )
 from distill.signals import TargetHead, TargetRows
 
@@ -64,8 +63,10 @@ def head_loss(
         labels: [N] int64 target ids of the tokens that follow in the text.
         config: which loss; `chunk_tokens` bounds the memory.
     """
-    run = _ChunkLoss(target, rows, labels, config)
     slices = [slice(i, i + config.chunk_tokens) for i in range(0, len(hidden), config.chunk_tokens)]
+    # The weights of this loss follow from the whole batch: its two parts are kept apart until then.
+    is_split = config.name is LossName.lk_hybrid and len(slices) > 1
+    run = _ChunkLoss(target, rows, labels, config, is_split=is_split)
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts, counts = _GradientInForward.apply(hidden, weight, run, slices, wants_gradient)
     agreement, accepted, kept_mass, num_compared = counts
@@ -77,9 +78,15 @@ class _ChunkLoss:
     """The loss and the counts of one chunk of draft logits."""
 
     def __init__(
-        self, target: TargetHead, rows: TargetRows, labels: Tensor, config: LossConfig
+        self,
+        target: TargetHead,
+        rows: TargetRows,
+        labels: Tensor,
+        config: LossConfig,
+        *,
+        is_split: bool,
     ) -> None:
-        self.target, self.rows, self.config = target, rows, config
+        self.target, self.rows, self.config, self.is_split = target, rows, config, is_split
         self.labels = target.vocab.to_draft(labels)
         self.argmax = target.vocab.to_draft(rows.argmax)
 
@@ -93,24 +100,22 @@ class _ChunkLoss:
             counts[0] = agreement
             return _Chunk(hard_labels(logits, self.labels[part]).sum()[None], counts)
         log_probs = self.target.log_probs(self.rows, part, temperature=temperature)
-        parts = self._loss_parts(logits, log_probs, self.labels[part])
-        with torch.no_grad():
-            sums = agreement, overlap(logits, log_probs).sum(), log_probs.exp().sum()
+        compared = Comparison(logits, log_probs)
+        sums = agreement, compared.overlap.detach().sum(), compared.mass.sum()
         counts = torch.stack([*(value.float() for value in sums), logits.new_tensor(len(logits))])
-        return _Chunk(parts, counts)
+        return _Chunk(self._parts(compared, self.labels[part]), counts)
 
-    def _loss_parts(self, logits: Tensor, log_probs: Tensor, labels: Tensor) -> Tensor:
-        """[P] sums whose weighted sum is the loss; the weights may depend on the whole batch."""
-        if self.config.name is LossName.lk_hybrid:
-            return torch.stack([part.sum() for part in lk_parts(logits, log_probs)])
-        return LOSSES[self.config.name](logits, log_probs, labels, self.config).sum()[None]
+    def _parts(self, compared: Comparison, labels: Tensor) -> Tensor:
+        """[P] sums that `_combined` makes the loss of."""
+        if self.is_split:
+            return torch.stack([compared.kl.sum(), (1 - compared.overlap).sum()])
+        return LOSSES[self.config.name](compared, labels, self.config).sum()[None]
 
 
 def _combined(parts: Tensor, mean_overlap: Tensor, config: LossConfig) -> Tensor:
-    if config.name is LossName.lk_hybrid:
-        kl_weight = lk_weight(mean_overlap, config.eta)
-        return kl_weight * parts[0] + (1 - kl_weight) * parts[1]
-    return parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    return lk_mix(parts[0], parts[1], mean_overlap, config.eta)
 
 
 class _GradientInForward(torch.autograd.Function):

@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distill.comparison import Comparison, precise
+
 OUTSIDE = -1  # label or argmax that the draft vocabulary does not hold
 # JSD is about beta (1 - beta) times a KL near its ends: below this its gradient all but vanishes.
 _NARROW_BETA = 0.01
@@ -96,9 +98,7 @@ def forward_kl(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
     Returns:
         [N], weighted by the kept mass.
     """
-    draft_log_probs = _log_softmax(draft_logits)
-    target, mass = _renormalised(target_log_probs)
-    return mass * _kl(target, draft_log_probs)
+    return Comparison(draft_logits, target_log_probs).kl
 
 
 def reverse_kl(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
@@ -134,8 +134,7 @@ def overlap(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
 
     Source: Leviathan et al. 2023, arXiv:2211.17192, corollary 3.6.
     """
-    draft_probs = _log_softmax(draft_logits).exp()
-    return torch.minimum(draft_probs, _precise(target_log_probs).exp()).sum(-1)
+    return Comparison(draft_logits, target_log_probs).overlap
 
 
 def total_variation(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
@@ -152,44 +151,23 @@ def neg_log_overlap(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
 
     Equals the cross-entropy where p is one-hot. Source: LK losses, arXiv:2602.23881, L_alpha.
     """
-    accepted = overlap(draft_logits, target_log_probs)
-    return -accepted.clamp_min(torch.finfo(accepted.dtype).tiny).log()
+    return _neg_log(overlap(draft_logits, target_log_probs))
 
 
-def lk_hybrid(
-    draft_logits: Tensor,
-    target_log_probs: Tensor,
-    *,
-    eta: float = 3.0,
-    mean_overlap: Tensor | None = None,
-) -> Tensor:
+def lk_hybrid(draft_logits: Tensor, target_log_probs: Tensor, *, eta: float = 3.0) -> Tensor:
     """w KL(p || q) + (1 - w) TV(p, q), w = exp(-eta * mean overlap): KL starts, TV finishes.
 
     Source: LK losses, arXiv:2602.23881, L_lambda: one weight for the whole batch (not one per
-    position), without a gradient of its own.
-
-    Args:
-        mean_overlap: of the whole batch, where the rows given are only a part of it.
+    position), without a gradient of its own. The rows given are taken for the whole batch.
     """
-    divergence, variation = lk_parts(draft_logits, target_log_probs)
-    if mean_overlap is None:
-        mean_overlap = (1 - variation).detach().mean()
-    kl_weight = lk_weight(mean_overlap, eta)
-    return kl_weight * divergence + (1 - kl_weight) * variation
+    compared = Comparison(draft_logits, target_log_probs)
+    return lk_mix(compared.kl, 1 - compared.overlap, compared.overlap.mean(), eta)
 
 
-def lk_parts(draft_logits: Tensor, target_log_probs: Tensor) -> tuple[Tensor, Tensor]:
-    """(forward KL [N], total variation [N]) from one softmax of each side."""
-    draft_log_probs = _log_softmax(draft_logits)
-    kept = _precise(target_log_probs)
-    target, mass = _renormalised(kept)
-    accepted = torch.minimum(draft_log_probs.exp(), kept.exp()).sum(-1)
-    return mass * _kl(target, draft_log_probs), 1.0 - accepted
-
-
-def lk_weight(mean_overlap: Tensor, eta: float) -> Tensor:
-    """The share of the KL in `lk_hybrid`: 1 without overlap, exp(-eta) with perfect overlap."""
-    return torch.exp(-eta * mean_overlap.detach())
+def lk_mix(kl: Tensor, variation: Tensor, mean_overlap: Tensor, eta: float) -> Tensor:
+    """`lk_hybrid` of a KL and a total variation (or sums of them), given the mean overlap."""
+    kl_weight = torch.exp(-eta * mean_overlap.detach())
+    return kl_weight * kl + (1 - kl_weight) * variation
 
 
 def hard_labels(draft_logits: Tensor, labels: Tensor) -> Tensor:
@@ -198,21 +176,8 @@ def hard_labels(draft_logits: Tensor, labels: Tensor) -> Tensor:
     Args:
         labels: [N] int64 draft-vocabulary ids; -1 (outside of it) carries no loss.
     """
-    logits = _precise(draft_logits)
+    logits = precise(draft_logits)
     return F.cross_entropy(logits, labels, ignore_index=OUTSIDE, reduction="none")
-
-
-def ce_tv(
-    draft_logits: Tensor, target_log_probs: Tensor, labels: Tensor, *, ce_weight: float = 0.1
-) -> Tensor:
-    """ce_weight CE(label) + (1 - ce_weight) TV: the cross-entropy carries the start from scratch.
-
-    Source: DSpark, arXiv:2607.05147 (there .1 and .9 on ||q - p||_1, which is twice the TV).
-    """
-    cross_entropy = hard_labels(draft_logits, labels)
-    return ce_weight * cross_entropy + (1 - ce_weight) * total_variation(
-        draft_logits, target_log_probs
-    )
 
 
 def greedy_agreement(draft_logits: Tensor, target_argmax: Tensor) -> Tensor:
@@ -220,18 +185,27 @@ def greedy_agreement(draft_logits: Tensor, target_argmax: Tensor) -> Tensor:
     return draft_logits.argmax(-1) == target_argmax
 
 
-# (draft_logits [N, n], target_log_probs [N, n], labels [N], config) -> [N]
-LossFunction = Callable[[Tensor, Tensor, Tensor, LossConfig], Tensor]
+# (comparison, labels [N], config) -> [N]
+LossFunction = Callable[[Comparison, Tensor, LossConfig], Tensor]
 
 LOSSES: dict[LossName, LossFunction] = {
-    LossName.forward_kl: lambda q, p, labels, config: forward_kl(q, p),
-    LossName.reverse_kl: lambda q, p, labels, config: reverse_kl(q, p),
-    LossName.jsd: lambda q, p, labels, config: jsd(q, p, beta=config.beta),
-    LossName.total_variation: lambda q, p, labels, config: total_variation(q, p),
-    LossName.neg_log_overlap: lambda q, p, labels, config: neg_log_overlap(q, p),
-    LossName.lk_hybrid: lambda q, p, labels, config: lk_hybrid(q, p, eta=config.eta),
-    LossName.ce_tv: lambda q, p, labels, config: ce_tv(q, p, labels, ce_weight=config.ce_weight),
-    LossName.hard_labels: lambda q, p, labels, config: hard_labels(q, labels),
+    LossName.forward_kl: lambda c, labels, config: c.kl,
+    LossName.reverse_kl: lambda c, labels, config: reverse_kl(c.draft_logits, c.target_log_probs),
+    LossName.jsd: lambda c, labels, config: jsd(
+        c.draft_logits, c.target_log_probs, beta=config.beta
+    ),
+    LossName.total_variation: lambda c, labels, config: 1 - c.overlap,
+    LossName.neg_log_overlap: lambda c, labels, config: _neg_log(c.overlap),
+    LossName.lk_hybrid: lambda c, labels, config: lk_mix(
+        c.kl, 1 - c.overlap, c.overlap.mean(), config.eta
+    ),
+    # The cross-entropy carries the start from scratch. Source: DSpark, arXiv:2607.05147 (there .1 and
+    # .9 on ||q - p||_1, which is twice the total variation).
+    LossName.ce_tv: lambda c, labels, config: (
+        config.ce_weight * hard_labels(c.draft_logits, labels)
+        + (1 - config.ce_weight) * (1 - c.overlap)
+    ),
+    LossName.hard_labels: lambda c, labels, config: hard_labels(c.draft_logits, labels),
 }
 
 
@@ -239,17 +213,17 @@ LOSSES: dict[LossName, LossFunction] = {
 TARGET_FREE = frozenset({LossName.hard_labels})
 
 
-def _precise(values: Tensor) -> Tensor:
-    return values if values.dtype == torch.float64 else values.float()
+def _neg_log(accepted: Tensor) -> Tensor:
+    return -accepted.clamp_min(torch.finfo(accepted.dtype).tiny).log()
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    return _precise(logits).log_softmax(-1)
+    return precise(logits).log_softmax(-1)
 
 
 def _renormalised(target_log_probs: Tensor) -> tuple[Tensor, Tensor]:
     """(log p / m [N, n], m [N]) of the kept columns."""
-    kept = _precise(target_log_probs)
+    kept = precise(target_log_probs)
     log_mass = kept.logsumexp(-1, keepdim=True)
     # Rounding can lift the mass of a full vocabulary a little over one.
     return kept - log_mass, log_mass.squeeze(-1).exp().clamp_max(1.0)

@@ -112,11 +112,12 @@ class TargetHead:
         `exp` of a row sums to the mass that the draft vocabulary keeps there.
         """
         hidden = rows.hidden[part].to(self._kept.dtype)
-        logits = _product(hidden, self._kept) / temperature
+        logits = _product(hidden, self._kept)
+        logits = logits if temperature == 1.0 else logits / temperature
         if self._covers_all:
             return logits.log_softmax(-1)  # the stored sum belongs to states before rounding
         if temperature == 1.0:
-            return logits - rows.log_sum_exp[part, None]
+            return logits.sub_(rows.log_sum_exp[part, None])
         full = _product(hidden, self._full) / temperature
         return logits - full.logsumexp(-1, keepdim=True)
 
