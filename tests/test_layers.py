@@ -14,7 +14,7 @@ ALLOWED = {  # package -> what it may import besides itself and the standard lib
     "conf": set(),
     "specdec_runtime": RUNTIME | {"cpp_build"},
     "distill": DATA | {"specdec_runtime", "gguf", "reasoning_gym", "tokenizers"},
-    "eval": DATA | {"specdec_runtime", "matplotlib"},
+    "eval": DATA | {"specdec_runtime"},
     "train": RUNTIME | {"specdec_runtime", "distill", "eval", "accelerate", "peft", "tokenizers"},
 }
 # What only a few files may import, so that the rest is usable without it.
