@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from distill.losses import LossName
 from train.cli_errors import CONFIG_ERRORS, check_complete, explain, key_paths, unknown_key
 from train.config import TrainConfig
+from train.plan import Machine, describe, known_parameters, planned_stages
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -107,3 +108,18 @@ def test_key_paths_hold_nodes_and_leaves():
     paths = key_paths(TrainConfig)
     assert {"optim", "optim.learning_rate", "evaluation.num_prompts", "draft.layers"} <= set(paths)
     assert unknown_key("qqq.zzz", TrainConfig).endswith("for all keys")
+
+
+@pytest.mark.parametrize("model", ["smollm2-135m-instruct", "tiny-random", "owner/name", "FOLDER"])
+def test_every_kind_of_target_name_gets_a_plan(model: str, tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(4000))
+    name = str(tmp_path) if model == "FOLDER" else model
+    config = composed("+experiment=distill", f"target.model={name}")
+    machine = Machine("toy", flops_per_s=1e11, bytes_per_s=1e10)
+    stages = planned_stages(config, machine)
+    (training_s,) = [stage.seconds for stage in stages if stage.name == "training"]
+    assert training_s == 60 * (config.training.budget_minutes or 0)
+    assert known_parameters(name) == {"FOLDER": 2000, "owner/name": None}.get(
+        model, known_parameters(model)
+    )
+    assert describe(machine, stages).count("about") == len(stages) + 1

@@ -6,10 +6,11 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -36,65 +37,80 @@ TIMEOUT_S = 240
 
 @dataclass(frozen=True)
 class Smoke:
-    """A finished smoke run that SIGTERM had stopped half-way, and what each session said."""
+    """A smoke run that SIGTERM stopped half-way, continued to its end by the command it printed."""
 
     run_dir: Path
     cache: Path
-    stopped: subprocess.CompletedProcess[str]
+    stop_code: int | None
+    stop_said: str
     continued: subprocess.CompletedProcess[str]
 
 
-def environment(cache: Path) -> dict[str, str]:
-    own = {"DRAFTLOOP_CACHE": str(cache), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    return os.environ | own | {"PIP_NO_INDEX": "1", "OMP_NUM_THREADS": "1"}
+def call(function: Callable[[], None], argv: list[str]) -> tuple[int | None, str]:
+    """(exit code, standard error) of a command line in this process."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as err:
+        patch.setattr(sys, "argv", argv)
+        patch.setenv("HYDRA_FULL_ERROR", "0")
+        try:
+            function()
+        except SystemExit as ended:
+            return ended.code, err.getvalue()  # type: ignore[return-value]
+    return 0, err.getvalue()
 
 
-def start(arguments: list[str], folder: Path, cache: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        cwd=folder,
-        env=environment(cache),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-    )
-
-
-def ended(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-
-def wait_for_training(folder: Path, process: subprocess.Popen[str]) -> Path:
-    """The run folder, once some steps are logged in it."""
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end and process.poll() is None:
+def terminate_while_training(folder: Path, ended: threading.Event) -> None:
+    """Sends SIGTERM to this process once some steps of a run below `folder` are logged."""
+    while not ended.wait(0.02):
         for log in folder.glob("runs/smoke/*/metrics.jsonl"):
             if any(record["kind"] == "training" for record in read_metrics(log.parent)):
-                return log.parent
-        time.sleep(0.02)
-    raise AssertionError(process.communicate())
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """As in the subprocess: other numbers of threads add up in other orders."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     folder, cache = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("cache")
-    first = start(["train", "+experiment=smoke"], folder, cache)
-    run_dir = wait_for_training(folder, first)
-    first.send_signal(signal.SIGTERM)
-    stopped = ended(first)
-    command = shlex.split(stopped.stderr.rsplit("To continue: ", 1)[-1])
-    assert command[:2] == ["python", "-m"], stopped.stderr
-    continued = ended(start(command[2:], folder, cache))
-    return Smoke(run_dir, cache, stopped, continued)
+    ended = threading.Event()
+    watcher = threading.Thread(target=terminate_while_training, args=(folder, ended))
+    with pytest.MonkeyPatch.context() as patch, one_thread():
+        patch.chdir(folder)
+        patch.setenv("DRAFTLOOP_CACHE", str(cache))
+        patch.setenv("PIP_NO_INDEX", "1")
+        watcher.start()
+        code, said = call(main, ["train", "+experiment=smoke"])
+        ended.set()
+        watcher.join()
+    command = shlex.split(said.rsplit("To continue: ", 1)[-1])
+    assert command[:3] == ["python", "-m", "train"], said
+    own = {"DRAFTLOOP_CACHE": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    continued = subprocess.run(
+        [sys.executable, *command[1:]],
+        cwd=folder,
+        env=os.environ | own | {"PIP_NO_INDEX": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    (run_dir,) = folder.glob("runs/smoke/*")
+    return Smoke(run_dir, cache, code, said, continued)
 
 
 def test_sigterm_ends_with_its_own_code_and_says_how_to_go_on(smoke: Smoke):
-    assert smoke.stopped.returncode == 128 + signal.SIGTERM
-    last = smoke.stopped.stderr.strip().splitlines()[-1]
-    assert last.startswith("error: stopped by SIGTERM")
-    assert f"+experiment=smoke resume={smoke.run_dir.relative_to(smoke.run_dir.parents[2])}" in last
+    assert smoke.stop_code == 128 + signal.SIGTERM
+    last = smoke.stop_said.strip().splitlines()[-1]
+    assert last.startswith("error: stopped by SIGTERM after step")
+    assert last.endswith(f"+experiment=smoke resume=runs/smoke/{smoke.run_dir.name}")
 
 
 def test_the_continued_run_ends_with_report_table_and_verdict(smoke: Smoke):
@@ -109,7 +125,7 @@ def test_the_continued_run_ends_with_report_table_and_verdict(smoke: Smoke):
 
 
 def test_a_plan_with_times_comes_before_the_work(smoke: Smoke):
-    lines = smoke.stopped.stderr.splitlines()
+    lines = smoke.stop_said.splitlines()
     plan = next(i for i, line in enumerate(lines) if line.startswith("Plan on"))
     assert all("about" in line for line in lines[plan : plan + 6])
 
@@ -146,12 +162,9 @@ def test_stopped_and_continued_equals_trained_in_one_go(
     smoke: Smoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("DRAFTLOOP_CACHE", str(smoke.cache))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the sessions had
-    with job_in(tmp_path) as job:
+    with one_thread(), job_in(tmp_path) as job:
         material = prepare(job)
         train_drafter(job, material, load_training(job, material))
-    torch.set_num_threads(threads)
     name = "checkpoints/step-00000030/weights.safetensors"
     ours, theirs = load_file(tmp_path / name), load_file(smoke.run_dir / name)
     assert ours.keys() == theirs.keys()
@@ -163,21 +176,22 @@ def test_stopped_and_continued_equals_trained_in_one_go(
     assert losses[0] == losses[1]
 
 
-def test_export_writes_another_copy_and_never_over_one(
-    smoke: Smoke,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
+def test_a_finished_run_says_so(smoke: Smoke, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(smoke.run_dir.parents[2])
+    with redirect_stdout(StringIO()) as out:
+        code, _ = call(main, ["train", "+experiment=smoke", "resume=auto"])
+    assert code == 0
+    assert "is finished already" in out.getvalue()
+
+
+def test_export_writes_another_copy_and_never_over_one(smoke: Smoke, tmp_path: Path):
     argv = ["export", f"run={smoke.run_dir}", f"to={tmp_path / 'copy'}"]
-    monkeypatch.setattr(sys, "argv", argv)
-    export_main()
+    assert call(export_main, argv)[0] == 0
     assert read_manifest(tmp_path / "copy").kind == "causal_lm"
     assert (tmp_path / "copy" / "model.safetensors").is_file()
-    with pytest.raises(SystemExit) as error:
-        export_main()
-    assert error.value.code == 1
-    assert "not empty" in capsys.readouterr().err
+    code, said = call(export_main, argv)
+    assert code == 1
+    assert "not empty" in said
 
 
 def test_help_lists_every_experiment_with_what_it_does():
@@ -186,29 +200,22 @@ def test_help_lists_every_experiment_with_what_it_does():
         assert f"    {path.stem} " in text
 
 
-def test_help_needs_neither_torch_nor_hydra(tmp_path: Path):
+def test_help_needs_neither_torch_nor_hydra():
     script = "import sys; sys.argv[1:] = ['--help']; import train.cli; train.cli.main()\n"
     script += "print('torch' in sys.modules or 'hydra' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment(tmp_path),
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_a_wrong_setting_is_one_line_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    monkeypatch.setattr(sys, "argv", ["train", "+experiment=smoke", "optim.learn_rate=1"])
-    with pytest.raises(SystemExit) as error:
-        main()
-    assert error.value.code == 2
-    said = "error: there is no setting optim.learn_rate: did you mean optim.learning_rate?\n"
-    assert capsys.readouterr().err == said
+    code, said = call(main, ["train", "+experiment=smoke", "optim.learn_rate=1"])
+    assert code == 2
+    assert said == (
+        "error: there is no setting optim.learn_rate: did you mean optim.learning_rate?\n"
+    )
     assert list(tmp_path.iterdir()) == []

@@ -7,17 +7,26 @@ hand; they are right within a factor of two. The training stage is planned by it
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from distill.target_folder import DEFAULT_TARGET
+from specdec_runtime.assets import cache_folder
+from train.config import TrainConfig
 from train.precision import matmul_flops_per_s
 from train.progress import duration
 from train.provenance import cpu_name
+from train.tiny_target import NAME
 
 COPY_BYTES = 64 << 20  # larger than the last-level cache that a virtual core gets
 # Measured: share of the matrix rate that small products of a decoder reach.
 DECODE_EFFICIENCY = 0.35
 PREFILL_EFFICIENCY = 0.5
+
+BYTES_EACH = 2  # of a stored weight
+FETCH_S, LOAD_S = 60.0, 3.0  # of the embedded target: download and conversion; afterwards
+KNOWN_PARAMETERS = {DEFAULT_TARGET: 134_515_008, NAME: 165_000}
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,41 @@ def decode_s(
     read_s = num_parameters * bytes_each / machine.bytes_per_s
     multiply_s = 2 * num_parameters * batch_size / (machine.flops_per_s * DECODE_EFFICIENCY)
     return num_tokens / batch_size * max(read_s, multiply_s)
+
+
+def planned_stages(config: TrainConfig, machine: Machine) -> list[PlannedStage]:
+    """What will be done and about how long it takes; what is in the cache already takes no time."""
+    model = config.target.model
+    num_parameters = known_parameters(model)
+    fetched = model != DEFAULT_TARGET or any((cache_folder() / "targets").glob(f"{model}-v*"))
+    tokens = config.answers.max_tokens or config.prompts.num_train * config.answers.max_new_tokens
+    answers_s = decode_s(
+        machine,
+        tokens,
+        num_parameters=num_parameters or 0,
+        batch_size=config.answers.batch_size,
+        bytes_each=BYTES_EACH,
+    )
+    if config.answers.max_seconds is not None:
+        answers_s = min(answers_s, config.answers.max_seconds)
+    known = "less where they are in the cache" if num_parameters else "depends on the target's size"
+    budget = config.training.budget_minutes
+    steps = "" if budget else "as many steps as set; known after the first ones"
+    return [
+        PlannedStage("target", LOAD_S if fetched else FETCH_S, "fetched and converted once"),
+        PlannedStage("prompts and answers", answers_s, known),
+        PlannedStage("drafter made and measured", 20.0),
+        PlannedStage("training", (budget or 0) * 60, steps),
+        PlannedStage("evaluation", config.evaluation.time_limit_s, "of the exported folder"),
+    ]
+
+
+def known_parameters(model: str) -> int | None:
+    """Parameters of a target before it is loaded; None if it is not on this machine yet."""
+    if model in KNOWN_PARAMETERS:
+        return KNOWN_PARAMETERS[model]
+    files = list(Path(model).expanduser().glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) // BYTES_EACH or None
 
 
 def describe(machine: Machine, stages: list[PlannedStage]) -> str:

@@ -19,11 +19,11 @@ from train.config import TrainConfig
 from train.interrupts import Interrupted, StopRequest
 from train.job import Job
 from train.material import prepare
-from train.plan import describe, measure_machine
+from train.plan import describe, measure_machine, planned_stages
 from train.processes import on_main
 from train.provenance import command_line
 from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
-from train.stages import evaluate_folder, export, load_training, planned_stages, train_drafter
+from train.stages import evaluate_folder, export, load_training, train_drafter
 
 TRACEBACK = "traceback.txt"
 # Ranks wait for the main one while it writes answers and evaluates.

@@ -9,10 +9,8 @@ from typing import Any
 
 from distill.batches import BatchStream
 from distill.objectives import causal_lm
-from distill.target_folder import DEFAULT_TARGET
 from eval.run import evaluate
 from eval.session import print_summary
-from specdec_runtime.assets import cache_folder
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.formats import DrafterManifest
 from specdec_runtime.loading import load_drafter
@@ -26,7 +24,6 @@ from train.export import export_best
 from train.job import Job
 from train.loop import Intervals, Measurement, Parts, make_parts, measured_step_s, steps_in, train
 from train.material import Material
-from train.plan import Machine, PlannedStage, decode_s
 from train.precision import Precision, resolved
 from train.processes import on_main
 from train.rng import rng_untouched, seed_everything
@@ -35,8 +32,6 @@ from train.run_log import RunLog
 from train.session import resume, save
 
 PRECISION = "precision.json"
-# The embedded default target, for a plan that is printed before it is fetched.
-DEFAULT_PARAMETERS = 134_515_008
 
 
 @dataclass(frozen=True)
@@ -184,32 +179,6 @@ def evaluate_folder(
     summary = summary_of(results, name)
     job.run_log.write("evaluation", state.step, {k: v for k, v in summary.items() if k != "exact"})
     return summary | {"steps": state.step, "trained_tokens": state.num_tokens}
-
-
-def planned_stages(config: TrainConfig, machine: Machine) -> list[PlannedStage]:
-    """What will be done and about how long it takes; what is in the cache already takes no time."""
-    fetched = any((cache_folder() / "targets").glob(f"{config.target.model}*"))
-    small = config.target.model != DEFAULT_TARGET
-    target_s = 3.0 if fetched or small else 60.0
-    tokens = config.answers.max_tokens or config.prompts.num_train * config.answers.max_new_tokens
-    answers_s = decode_s(
-        machine,
-        tokens,
-        num_parameters=0 if small else DEFAULT_PARAMETERS,
-        batch_size=config.answers.batch_size,
-        bytes_each=2,
-    )
-    if config.answers.max_seconds is not None:
-        answers_s = min(answers_s, config.answers.max_seconds)
-    unknown = "as many steps as set; the time is known after the first ones"
-    budget = config.training.budget_minutes
-    return [
-        PlannedStage("target", target_s, "fetched and converted once"),
-        PlannedStage("prompts and answers", answers_s, "less where they are in the cache"),
-        PlannedStage("drafter made and measured", 20.0),
-        PlannedStage("training", (budget or 0) * 60, "" if budget else unknown),
-        PlannedStage("evaluation", config.evaluation.time_limit_s, "of the exported folder"),
-    ]
 
 
 def _first_state(job: Job, training: Training, measured: Any) -> TrainState:
