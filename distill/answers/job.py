@@ -93,7 +93,7 @@ def run_job(job: AnswersJob) -> AnswerSet:
 
 @contextmanager
 def _bar(name: str) -> Iterator[Report]:
-    """A progress bar on standard error; it is drawn on a terminal only."""
+    """A progress bar on standard error, from the first report on."""
     columns = (
         TextColumn(name),
         BarColumn(),
@@ -102,9 +102,9 @@ def _bar(name: str) -> Iterator[Report]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(name, total=1, note="")
+        task = progress.add_task(name, total=1, note="", visible=False)
 
         def report(done: int, total: int, note: str) -> None:
-            progress.update(task, completed=done, total=total, note=note)
+            progress.update(task, completed=done, total=total, note=note, visible=True)
 
         yield report

@@ -60,6 +60,7 @@ def write_shard(folder: Path, answers: Sequence[Answer], *, hidden_dtype: torch.
     ]
     unfinished = folder / f".{path.name}"
     save_file(tensors, unfinished, metadata={"prompts": json.dumps(records)})
+    unfinished.chmod(0o644)  # safetensors makes private files
     _flush(unfinished)
     unfinished.rename(path)
     _flush(folder)
