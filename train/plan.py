@@ -26,6 +26,8 @@ PREFILL_EFFICIENCY = 0.5
 
 BYTES_EACH = 2  # of a stored weight
 FETCH_S, LOAD_S = 60.0, 3.0  # of the embedded target: download and conversion; afterwards
+# Guesses: tokens of a user turn that the target writes, and turns for one that is kept.
+SELF_PROMPT_TOKENS, SELF_PROMPT_ATTEMPTS = 48, 1.5
 KNOWN_PARAMETERS = {DEFAULT_TARGET: 134_515_008, NAME: 165_000}
 
 
@@ -72,25 +74,39 @@ def planned_stages(config: TrainConfig, machine: Machine) -> list[PlannedStage]:
     num_parameters = known_parameters(model)
     fetched = model != DEFAULT_TARGET or any((cache_folder() / "targets").glob(f"{model}-v*"))
     tokens = config.answers.max_tokens or config.prompts.num_train * config.answers.max_new_tokens
-    answers_s = decode_s(
-        machine,
-        tokens,
-        num_parameters=num_parameters or 0,
-        batch_size=config.answers.batch_size,
-        bytes_each=BYTES_EACH,
-    )
+
+    def written_s(num_tokens: float) -> float:
+        return decode_s(
+            machine,
+            num_tokens,
+            num_parameters=num_parameters or 0,
+            batch_size=config.answers.batch_size,
+            bytes_each=BYTES_EACH,
+        )
+
+    answers_s = written_s(tokens)
     if config.answers.max_seconds is not None:
         answers_s = min(answers_s, config.answers.max_seconds)
+    prompts_s = written_s(SELF_PROMPT_TOKENS * _num_self_prompts(config))
     known = "less where they are in the cache" if num_parameters else "depends on the target's size"
     budget = config.training.budget_minutes
     steps = "" if budget else "as many steps as set; known after the first ones"
     return [
         PlannedStage("target", LOAD_S if fetched else FETCH_S, "fetched and converted once"),
-        PlannedStage("prompts and answers", answers_s, known),
+        PlannedStage("prompts", prompts_s, "that the target writes; then from the cache"),
+        PlannedStage("answers", answers_s, known),
         PlannedStage("drafter made and measured", 20.0),
         PlannedStage("training", (budget or 0) * 60, steps),
         PlannedStage("evaluation", config.evaluation.time_limit_s, "of the exported folder"),
     ]
+
+
+def _num_self_prompts(config: TrainConfig) -> float:
+    """Prompts that the target is asked to write itself, those that are filtered out included."""
+    if config.prompts.file is not None:
+        return 0.0
+    share = config.prompts.sources.get("self_prompted", 0.0) / sum(config.prompts.sources.values())
+    return share * config.prompts.num_train * SELF_PROMPT_ATTEMPTS
 
 
 def known_parameters(model: str) -> int | None:
