@@ -8,7 +8,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -81,18 +82,29 @@ def write_drafter(
     Raises:
         ValueError: if the folder exists and is not empty.
     """
-    folder = Path(folder)
-    check_writable(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    try:
+    with whole_folder(folder) as draft:
         drafter_module.save_pretrained(draft)
         if tokenizer is not None:
             tokenizer.save_pretrained(draft)
         for name, content in (tensors or {}).items():
             save_file({key: t.contiguous() for key, t in content.items()}, draft / name)
-        text = json.dumps(asdict(manifest), indent=2, sort_keys=True) + "\n"
-        (draft / MANIFEST_NAME).write_text(text, encoding="utf-8")
+        write_manifest(draft, manifest)
+    return Path(folder)
+
+
+@contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder to write into; it becomes `folder` at the end, or leaves nothing.
+
+    Raises:
+        ValueError: if `folder` exists and is not empty.
+    """
+    folder = Path(folder)
+    check_writable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        yield draft
         _sync(draft)
         draft.chmod(0o755)  # mkdtemp makes private folders
         check_writable(folder)
@@ -101,7 +113,12 @@ def write_drafter(
         shutil.rmtree(draft)
         raise
     _sync_entry(folder.parent)
-    return folder
+
+
+def write_manifest(folder: Path, manifest: DrafterManifest) -> None:
+    """Write draftloop.json of a folder that is being written."""
+    text = json.dumps(asdict(manifest), indent=2, sort_keys=True) + "\n"
+    (folder / MANIFEST_NAME).write_text(text, encoding="utf-8")
 
 
 def check_writable(folder: Path) -> None:
