@@ -13,21 +13,22 @@ The embedded default mix, all of it from packages whose licence allows it:
 | (mt_bench)      | 80 questions, evaluation only             | FastChat                   | Apache-2.0   |
 | (sharegpt)      | first messages of users; opt-in only      | ShareGPT V3                | none stated  |
 
-A user's own file (JSON lines) replaces the mix. Which prompts are held out is decided by a hash of
-what they are about, so it is the same in every run, and two prompts on one paragraph never end up
-on different sides.
+A user's own file or data set replaces the mix, or is mixed with it by weight. Which prompts are
+held out is decided by a hash of what they are about, so it is the same in every run, and two
+prompts on one paragraph never end up on different sides. What is in the evaluation, word for word
+or nearly, is left out of training.
 """
 
-import hashlib
-import random
-import unicodedata
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from distill.prompt_files import read_prompt_file
+from distill.conversations import Turns, conversation_of, prompts_of
+from distill.mixture import distinct, mixture, split
+from distill.overlap import Overlap, describe, find_overlaps
+from distill.prompt import Prompt, asked
 from distill.prompt_sources import (
     mt_bench_questions,
     sharegpt_openings,
@@ -37,8 +38,11 @@ from distill.prompt_sources import (
     squad_tasks,
     word_problems,
 )
+from distill.rows import DatasetConfig, dataset_config, read_rows
 
-_HELD_OUT_BUCKETS = 1000
+log = logging.getLogger(__name__)
+
+_FILE = "file"  # name of the data set that prompts.file is
 
 
 class Source(Enum):
@@ -53,28 +57,12 @@ class Source(Enum):
     sharegpt = "sharegpt"
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A conversation that ends where the target is to answer.
-
-    Attributes:
-        id: source and a hash of the messages: the same prompt has the same id in every run.
-        source: of the mix, a suite's name, or a file's.
-        messages: role and content, the last one not the assistant's.
-        about: what the split looks at; prompts about the same thing stay together.
-    """
-
-    id: str
-    source: str
-    messages: tuple[dict[str, str], ...]
-    about: str = ""
-
-
 class PromptSets(NamedTuple):
     """Disjoint sets of prompts."""
 
     train: list[Prompt]
     suites: dict[str, list[Prompt]]  # for evaluation; held_out is of the same kinds as train
+    overlaps: list[Overlap]  # what was left out of training, as it is in the evaluation
 
 
 # (number of prompts, seed) -> texts of user turns that the target wrote
@@ -86,8 +74,12 @@ class PromptsConfig:
     """Which prompts.
 
     Attributes:
-        file: JSON lines with messages, prompt or turns; replaces the mix.
-        sources: share of each source in the mix; they need not sum to one.
+        file: a file, folder or hub id of conversations; replaces the mix. What needs more than a
+            path is one of the `datasets`.
+        datasets: name -> the settings of a `DatasetConfig`: the user's own, each with its weight in
+            the mix. (Hydra adds no dataclass to a mapping, so they arrive as mappings.)
+        sources: share of each embedded source in the mix; they need not sum to one.
+        turns: what becomes of conversations that the data sets answer themselves.
         num_train: training prompts; those that are not answered within the budget are unused.
         num_held_out: evaluation prompts of the same kinds.
         held_out_fraction: of all candidates, the part that training never sees.
@@ -96,6 +88,8 @@ class PromptsConfig:
     """
 
     file: str | None = None
+    datasets: dict[str, Any] = field(default_factory=dict)
+    turns: Turns = Turns.last
     sources: dict[str, float] = field(
         default_factory=lambda: {
             "self_prompted": 0.4,
@@ -113,6 +107,7 @@ class PromptsConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self.datasets = {name: dataset_config(name, it) for name, it in self.datasets.items()}
         known = [source.value for source in Source]
         for name, share in self.sources.items():
             if name not in known:
@@ -121,8 +116,15 @@ class PromptsConfig:
                 )
             if not share >= 0:
                 raise ValueError(f"prompts.sources.{name} must be zero or positive, got {share}")
-        if self.file is None and not sum(self.sources.values()) > 0:
-            raise ValueError("prompts.sources has no positive share: give one, or prompts.file")
+        if taken := sorted(set(self.datasets) & {*known, _FILE}):
+            raise ValueError(
+                f"prompts.datasets.{taken[0]} has the name of an embedded source: give it another"
+            )
+        if self.file is None and not sum(self.shares.values()) > 0:
+            raise ValueError(
+                "prompts.sources has no positive share: give one, or prompts.file, or "
+                "prompts.datasets"
+            )
         if self.num_train < 1:
             raise ValueError(f"prompts.num_train must be at least 1, got {self.num_train}")
         if self.num_held_out < 1:
@@ -136,133 +138,123 @@ class PromptsConfig:
                 f"prompts.held_out_fraction must be between 0 and 1, got {self.held_out_fraction}"
             )
 
+    @property
+    def shares(self) -> dict[str, float]:
+        """Name -> positive share, of everything that is in the mix."""
+        if self.file is not None:
+            return {_FILE: 1.0}
+        weights = {name: dataset.weight for name, dataset in self.datasets.items()}
+        return {name: share for name, share in (self.sources | weights).items() if share > 0}
+
+    @property
+    def own(self) -> dict[str, DatasetConfig]:
+        """The user's own data sets that are in the mix."""
+        if self.file is not None:
+            return {_FILE: DatasetConfig(path=self.file)}
+        return {name: self.datasets[name] for name in self.shares if name in self.datasets}
+
 
 def load_prompts(
-    config: PromptsConfig, *, self_prompting: SelfPrompting | None = None
+    config: PromptsConfig,
+    *,
+    own: dict[str, list[Prompt]] | None = None,
+    self_prompting: SelfPrompting | None = None,
 ) -> PromptSets:
     """The prompt sets of a run.
 
     Args:
+        own: what `read_own` has read already.
         self_prompting: has the target write user turns; needed if the mix asks for them.
 
     Raises:
-        ValueError: for a file that can not be used, or sets that overlap.
+        ValueError: for data that can not be used, or a set that would be empty.
     """
-    if config.file is not None:
-        candidates = {"file": distinct(read_prompts(Path(config.file)))}
-        shares = {"file": 1.0}
-    else:
-        shares = {name: share for name, share in config.sources.items() if share > 0}
-        candidates = {
-            name: _candidates(Source(name), share / sum(shares.values()), config, self_prompting)
-            for name, share in shares.items()
-        }
-    suites = {name: SUITES[name]() for name in config.suites}
-    asked = {normalised(prompt) for suite in suites.values() for prompt in suite}
+    shares = config.shares
+    candidates = read_own(config) if own is None else dict(own)
+    for name, share in shares.items():
+        if name not in candidates:
+            part = share / sum(shares.values())
+            candidates[name] = _candidates(Source(name), part, config, self_prompting)
     sides: dict[bool, dict[str, list[Prompt]]] = {False: {}, True: {}}
     for name, prompts in candidates.items():
         for is_held_out, side in split(prompts, config.held_out_fraction).items():
-            sides[is_held_out][name] = [p for p in side if normalised(p) not in asked]
-    train = mixture(sides[False], shares, config.num_train, seed=config.seed)
-    held_out = mixture(sides[True], shares, config.num_held_out, seed=config.seed)
-    evaluation = {"held_out": held_out, **suites}
-    require_disjoint(train, evaluation)
-    return PromptSets(train, evaluation)
+            sides[is_held_out][name] = side
+    suites = {name: SUITES[name]() for name in config.suites}
+    evaluation = {"held_out": _held_out(sides[True], suites, config), **suites}
+    overlaps = find_overlaps((p for side in sides[False].values() for p in side), evaluation)
+    if overlaps:
+        log.warning(describe(overlaps))
+    in_evaluation = {one.train_id for one in overlaps}
+    train = mixture(sides[False], shares, config.num_train, seed=config.seed, without=in_evaluation)
+    _require_prompts({"train": train, **evaluation})
+    return PromptSets(train, evaluation, overlaps)
+
+
+def read_own(config: PromptsConfig) -> dict[str, list[Prompt]]:
+    """The prompts of the user's own data sets, by name, in their order and each once.
+
+    Raises:
+        ValueError: for a path that can not be read, or the first row (named) that is no prompt.
+    """
+    return {
+        name: distinct(read_dataset(dataset, name, config.turns))
+        for name, dataset in config.own.items()
+    }
+
+
+def read_dataset(dataset: DatasetConfig, name: str, turns: Turns = Turns.last) -> list[Prompt]:
+    """The prompts of one data set, in its order.
+
+    Raises:
+        ValueError: for a path that can not be read, or a row (named) that is no prompt; or if no
+            prompt is in it.
+    """
+    found: list[Prompt] = []
+    bad: list[str] = []
+    for row in read_rows(dataset):
+        try:
+            found += prompts_of(conversation_of(row, dataset), turns, name, row.place)
+        except ValueError as error:
+            if not dataset.skip_bad_rows:
+                raise
+            bad.append(str(error))
+    if bad:
+        log.warning("%d rows of %s are no prompts and left out, first %s", len(bad), name, bad[0])
+    if not found:
+        raise ValueError(f"{dataset.path} holds no prompts")
+    return found
 
 
 def mt_bench() -> list[Prompt]:
     """The first turns of MT-bench's 80 questions."""
-    return [_prompt("mt_bench", text) for text in mt_bench_questions()]
+    return [asked("mt_bench", text) for text in mt_bench_questions()]
 
 
 # Evaluation suites that come with the product, by name.
 SUITES: dict[str, Callable[[], list[Prompt]]] = {"mt_bench": mt_bench}
 
 
-def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSON-lines file, in its order.
-
-    Raises:
-        ValueError: for a file that does not exist or is empty, or a line (named) that is no prompt.
-    """
-    return [
-        Prompt(_prompt_id(path.stem, messages), path.stem, messages)
-        for messages in read_prompt_file(path)
-    ]
-
-
-def split(prompts: Sequence[Prompt], held_out_fraction: float) -> dict[bool, list[Prompt]]:
-    """{False: for training, True: held out}, by a hash of what each prompt is about.
-
-    Both sides get something where that is possible: with few prompts none may hash to the smaller
-    side, and then the prompts about the thing with the smallest hash are held out.
-    """
-    limit = round(held_out_fraction * _HELD_OUT_BUCKETS)
-    buckets = {prompt.id: _bucket(prompt) for prompt in prompts}
-    if buckets and min(buckets.values()) >= limit:
-        limit = min(buckets.values()) + 1
-    sides: dict[bool, list[Prompt]] = {False: [], True: []}
-    for prompt in prompts:
-        sides[buckets[prompt.id] < limit].append(prompt)
-    return sides
-
-
-def mixture(
-    prompts: dict[str, list[Prompt]], shares: dict[str, float], size: int, *, seed: int
+def _held_out(
+    candidates: dict[str, list[Prompt]], suites: dict[str, list[Prompt]], config: PromptsConfig
 ) -> list[Prompt]:
-    """At most `size` prompts by share, shuffled; every beginning of the list has about the mix.
-
-    A source that runs out leaves its places to the others.
-    """
-    queues = {name: list(_shuffled(items, seed)) for name, items in sorted(prompts.items())}
-    taken = dict.fromkeys(queues, 0)
-    mixed: list[Prompt] = []
-    while len(mixed) < size:
-        open_sources = [name for name, queue in queues.items() if taken[name] < len(queue)]
-        if not open_sources:
-            break
-        # The source that lags most behind its share is next.
-        name = min(open_sources, key=lambda source: (taken[source] + 1) / shares[source])
-        mixed.append(queues[name][taken[name]])
-        taken[name] += 1
-    return mixed
+    """Held-out prompts of the same kinds as the training prompts, none of which a suite asks too."""
+    twice = find_overlaps((p for side in candidates.values() for p in side), suites)
+    return mixture(
+        candidates,
+        config.shares,
+        config.num_held_out,
+        seed=config.seed,
+        without={one.train_id for one in twice},
+    )
 
 
-def distinct(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts without repetitions, compared as `normalised`; the first of each stays."""
-    first: dict[str, Prompt] = {}
-    for prompt in prompts:
-        first.setdefault(normalised(prompt), prompt)
-    return list(first.values())
-
-
-def require_disjoint(train: Sequence[Prompt], evaluation: dict[str, list[Prompt]]) -> None:
-    """Whether no evaluation prompt occurs in training, up to case, spacing and punctuation.
-
-    Raises:
-        ValueError: naming the first prompt that does, or a set that is empty.
-    """
-    for name, prompts in {"train": list(train), **evaluation}.items():
+def _require_prompts(sets: dict[str, Sequence[Prompt]]) -> None:
+    for name, prompts in sets.items():
         if not prompts:
             raise ValueError(
                 f"no prompt is left for {name}: give more prompts, or another "
                 "prompts.held_out_fraction"
             )
-    seen = {normalised(prompt): prompt.id for prompt in train}
-    for name, prompts in evaluation.items():
-        for prompt in prompts:
-            if (found := seen.get(normalised(prompt))) is not None:
-                raise ValueError(
-                    f"prompt {prompt.id} of {name} is also trained on (as {found}): remove it from "
-                    "the training prompts, or the evaluation measures memory"
-                )
-
-
-def normalised(prompt: Prompt) -> str:
-    """The users' words in lower case, without spacing and punctuation."""
-    text = "".join(m["content"] for m in prompt.messages if m["role"] == "user")
-    folded = unicodedata.normalize("NFKC", text).casefold()
-    return "".join(character for character in folded if character.isalnum())
 
 
 def _candidates(
@@ -277,7 +269,7 @@ def _candidates(
     if source is Source.self_prompted:
         if self_prompting is None:
             raise ValueError("prompts.sources.self_prompted needs a target that writes them")
-        return distinct([_prompt(name, text) for text in self_prompting(count, seed)])
+        return distinct([asked(name, text) for text in self_prompting(count, seed)])
     makers: dict[Source, Callable[[int, int], list[tuple[str, str]]]] = {
         Source.tasks: squad_tasks,
         Source.questions: squad_questions,
@@ -286,24 +278,4 @@ def _candidates(
         Source.word_problems: word_problems,
         Source.sharegpt: sharegpt_openings,
     }
-    return distinct([_prompt(name, text, about) for text, about in makers[source](count, seed)])
-
-
-def _prompt(source: str, text: str, about: str = "") -> Prompt:
-    messages = ({"role": "user", "content": text},)
-    return Prompt(_prompt_id(source, messages), source, messages, about)
-
-
-def _prompt_id(source: str, messages: Sequence[dict[str, str]]) -> str:
-    content = "\x1e".join(f"{message['role']}\x1f{message['content']}" for message in messages)
-    return f"{source}-{hashlib.sha256(content.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
-
-
-def _bucket(prompt: Prompt) -> int:
-    about = prompt.about or normalised(prompt)
-    digest = hashlib.sha256(about.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(digest[:8], "big") % _HELD_OUT_BUCKETS
-
-
-def _shuffled(prompts: Sequence[Prompt], seed: int) -> list[Prompt]:
-    return random.Random(seed).sample(list(prompts), len(prompts))
+    return distinct([asked(name, text, about) for text, about in makers[source](count, seed)])

@@ -1,4 +1,4 @@
-"""Prompts: files with line numbers, splits that can not leak, mixes by share, texts worth asking."""
+"""Prompts: splits that can not leak, mixes by share, nothing of the evaluation in training."""
 
 import json
 from collections import Counter
@@ -6,17 +6,10 @@ from collections import Counter
 import pytest
 
 from distill import prompt_sources
-from distill.prompts import (
-    Prompt,
-    PromptsConfig,
-    distinct,
-    load_prompts,
-    mixture,
-    normalised,
-    read_prompts,
-    require_disjoint,
-    split,
-)
+from distill.mixture import distinct, mixture, split
+from distill.prompt import Prompt, normalised
+from distill.prompts import PromptsConfig, load_prompts
+from distill.rows import DatasetConfig
 from distill.self_prompts import is_usable, whole_sentences
 
 
@@ -27,62 +20,6 @@ def asked(text, source="test", about=""):
 def write_lines(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
-
-
-def test_a_file_holds_prompts_messages_or_turns(tmp_path):
-    conversation = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "one"},
-        {"role": "assistant", "content": "1"},
-        {"role": "user", "content": "two"},
-        {"role": "assistant", "content": "written by somebody else"},
-    ]
-    path = write_lines(
-        tmp_path / "mine.jsonl",
-        {"prompt": "caf\u00e9?", "tools": None},
-        {"messages": conversation},
-        {"turns": ["first", "second"]},
-    )
-    prompts = read_prompts(path)
-    assert [p.messages[-1]["content"] for p in prompts] == ["caf\u00e9?", "two", "first"]
-    assert [len(p.messages) for p in prompts] == [1, 4, 1]
-    assert {p.source for p in prompts} == {"mine"}
-
-
-def test_the_id_of_a_prompt_depends_on_its_messages_alone(tmp_path):
-    one = read_prompts(write_lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": "b"}))
-    other = read_prompts(write_lines(tmp_path / "p.jsonl", {"prompt": "b"}))
-    assert one[1].id == other[0].id != one[0].id
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{broken", r"mine.jsonl:2: not JSON"),
-        ("[1]", r"mine.jsonl:2: expected a key prompt .*, got list"),
-        ('{"text": "x"}', r"mine.jsonl:2: expected a key .* got keys \['text'\]"),
-        ('{"prompt": "  "}', r"mine.jsonl:2"),
-        ('{"messages": [{"role": "user"}]}', r"mine.jsonl:2: message 0 needs a role and a content"),
-        ('{"messages": [{"role": "system", "content": "x"}]}', r"mine.jsonl:2: .* no user's text"),
-        ('{"turns": []}', r"mine.jsonl:2"),
-    ],
-)
-def test_a_line_that_is_no_prompt_is_named(tmp_path, line, message):
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "fine"}\n' + line + "\n")
-    with pytest.raises(ValueError, match=message):
-        read_prompts(path)
-
-
-def test_a_missing_empty_or_binary_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no such file"):
-        read_prompts(tmp_path / "nowhere.jsonl")
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    with pytest.raises(ValueError, match="holds no prompts"):
-        read_prompts(tmp_path / "empty.jsonl")
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        read_prompts(tmp_path / "binary.jsonl")
 
 
 def test_a_prompt_stays_on_its_side_whatever_else_there_is():
@@ -128,12 +65,40 @@ def test_repetitions_up_to_case_and_spacing_are_one_prompt():
     assert [normalised(p) for p in distinct(prompts)] == ["whatisthis", "whatwasthis"]
 
 
-def test_a_prompt_on_both_sides_is_an_error_that_names_it():
-    train = [asked("Hello, world?")]
-    with pytest.raises(ValueError, match="test-hello world of suite is also trained on"):
-        require_disjoint(train, {"suite": [asked("hello world")]})
-    with pytest.raises(ValueError, match="no prompt is left for suite"):
-        require_disjoint(train, {"suite": []})
+def test_nothing_to_train_on_or_to_evaluate_is_an_error(tmp_path):
+    path = write_lines(tmp_path / "mine.jsonl", {"prompt": "the only one"})
+    with pytest.raises(ValueError, match="no prompt is left for train"):
+        load_prompts(PromptsConfig(file=str(path), suites=[]))
+
+
+def test_what_the_evaluation_asks_is_left_out_of_training_and_reported(tmp_path, monkeypatch):
+    question = "Compose an engaging travel blog post about a recent trip to Hawaii with a friend."
+    monkeypatch.setattr(
+        "distill.prompts.SUITES", {"mt_bench": lambda: [asked(question, "mt_bench")]}
+    )
+    near = question.replace("friend", "cousin")
+    records = [{"prompt": question.upper()}, {"prompt": near}]
+    path = write_lines(
+        tmp_path / "mine.jsonl", *records, *[{"prompt": f"do {i}"} for i in range(9)]
+    )
+    sets = load_prompts(PromptsConfig(file=str(path), num_train=50, num_held_out=2))
+    everything = {normalised(p) for p in [*sets.train, *sets.suites["held_out"]]}
+    assert not everything & {normalised(asked(question)), normalised(asked(near))}
+    assert {one.suite for one in sets.overlaps} <= {"mt_bench"}
+    assert all(one.evaluation_id == f"mt_bench-{question}" for one in sets.overlaps)
+
+
+def test_own_data_sets_are_mixed_with_embedded_sources_by_weight(tmp_path):
+    path = write_lines(tmp_path / "mine.jsonl", *[{"prompt": f"do {i}"} for i in range(60)])
+    config = PromptsConfig(
+        datasets={"mine": DatasetConfig(path=str(path), weight=3)},
+        sources={"word_problems": 1.0},
+        num_train=40,
+        num_held_out=4,
+        suites=[],
+    )
+    counted = Counter(prompt.source for prompt in load_prompts(config).train)
+    assert counted == {"mine": 30, "word_problems": 10}
 
 
 def test_a_users_file_replaces_the_mix_and_needs_no_network(tmp_path):
@@ -187,6 +152,9 @@ def test_what_the_target_asks_itself_is_split_like_everything_else():
         ({"sources": {"wikipedia": 1.0}}, r"prompts.sources.wikipedia is not a source"),
         ({"sources": {"tasks": -1.0}}, r"prompts.sources.tasks must be zero or positive"),
         ({"sources": {"tasks": 0.0}}, r"prompts.sources has no positive share"),
+        ({"datasets": {"tasks": DatasetConfig(path="x")}}, r"prompts.datasets.tasks has the name"),
+        ({"datasets": {"a": {"pth": "x"}}}, r"prompts.datasets.a needs a path"),
+        ({"datasets": {"a": {"path": "x", "n": 1}}}, r"prompts.datasets.a.n is no setting"),
         ({"num_train": 0}, r"prompts.num_train must be at least 1"),
         ({"num_held_out": 0}, r"prompts.num_held_out must be at least 1"),
         ({"held_out_fraction": 1.0}, r"prompts.held_out_fraction must be between 0 and 1"),

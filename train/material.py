@@ -11,7 +11,7 @@ from pathlib import Path
 
 from distill.answers import AnswerSet, write_answers
 from distill.answers.manifest import fingerprint, make_manifest
-from distill.prompts import Prompt, PromptSets, load_prompts, read_prompts
+from distill.prompts import Prompt, PromptSets, load_prompts, read_own
 from distill.self_prompts import self_prompts
 from distill.target_folder import resolve_target
 from distill.templates import ChatTemplate
@@ -69,8 +69,8 @@ def prepare(job: Job) -> Material:
         ValueError: if the target can not be fetched or loaded, or prompts can not be used.
     """
     config = job.config
-    if config.prompts.file is not None:
-        read_prompts(Path(config.prompts.file))  # a broken line should be known at once
+    # Before the target is fetched: a broken line should be known at once.
+    own = on_main(job.accelerator, lambda: read_own(config.prompts))
     with job.progress("target") as progress:
         progress.update(0, None, config.target.model)
         source = on_main(job.accelerator, lambda: target_source(config.target))
@@ -81,7 +81,7 @@ def prepare(job: Job) -> Material:
             engine=config.target.engine,
         )
     template = ChatTemplate(target.tokenizer, dict(config.target.template_options))
-    prompts = on_main(job.accelerator, lambda: _prompts(job, target, template))
+    prompts = on_main(job.accelerator, lambda: _prompts(job, own, target, template))
     sizes = ", ".join(f"{len(suite)} {name}" for name, suite in prompts.suites.items())
     job.say(f"prompts: {len(prompts.train)} for training; for evaluation {sizes}")
     folder, ids = on_main(job.accelerator, lambda: _write_answers(job, target, template, prompts))
@@ -97,13 +97,15 @@ def target_source(config: TargetConfig) -> str:
     return resolve_target(config.model)
 
 
-def _prompts(job: Job, target: Target, template: ChatTemplate) -> PromptSets:
+def _prompts(
+    job: Job, own: dict[str, list[Prompt]], target: Target, template: ChatTemplate
+) -> PromptSets:
     def written_by_target(count: int, seed: int) -> list[str]:
         with job.progress("prompts that the target writes", count) as progress:
             return self_prompts(target, template, count, seed, progress=progress.update)
 
     job.stage = "prompts"
-    return load_prompts(job.config.prompts, self_prompting=written_by_target)
+    return load_prompts(job.config.prompts, own=own, self_prompting=written_by_target)
 
 
 def _write_answers(

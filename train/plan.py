@@ -103,9 +103,8 @@ def planned_stages(config: TrainConfig, machine: Machine) -> list[PlannedStage]:
 
 def _num_self_prompts(config: TrainConfig) -> float:
     """Prompts that the target is asked to write itself, those that are filtered out included."""
-    if config.prompts.file is not None:
-        return 0.0
-    share = config.prompts.sources.get("self_prompted", 0.0) / sum(config.prompts.sources.values())
+    shares = config.prompts.shares
+    share = shares.get("self_prompted", 0.0) / sum(shares.values())
     return share * config.prompts.num_train * SELF_PROMPT_ATTEMPTS
 
 
