@@ -11,13 +11,13 @@ Shapes: B rows, S tokens of the longest row, N loss positions of a batch, D hidd
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from distill.signals import TargetRows
+from distill.signals import SignalRows, TargetRows
 
 # Rows of similar length are batched together; the window is how far they may come from each other.
 _WINDOW = 256
@@ -32,12 +32,15 @@ class Example:
         token_ids: [S] int64, prompt and answer.
         prompt_length: tokens in front of the answer; at least one.
         rows: the target's signal at each of the S - prompt_length answer tokens.
+        features: [S, F] the target's inner hidden states at every token, for drafters that read
+            them (features.py); None = not recorded.
     """
 
     id: str
     token_ids: Tensor
     prompt_length: int
-    rows: TargetRows
+    rows: SignalRows
+    features: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def num_tokens(self) -> int:
@@ -56,17 +59,32 @@ class Batch:
         positions: [N] int64 into the flattened [B * S]: where the next token is an answer's.
         labels: [N] int64 target ids of those next tokens.
         rows: the target's signal at the same positions.
+        features: [B, S, F] of its examples, or None.
     """
 
     ids: list[str]
     token_ids: Tensor
     positions: Tensor
     labels: Tensor
-    rows: TargetRows
+    rows: SignalRows
+    features: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.positions)
+
+    @property
+    def target_states(self) -> Tensor:
+        """[N, D] the target's last hidden states at the loss positions.
+
+        Raises:
+            ValueError: if the signal has another form.
+        """
+        if not isinstance(self.rows, TargetRows):
+            raise ValueError(
+                "the target's hidden states are needed here: choose signals.form=hidden or live"
+            )
+        return self.rows.hidden
 
     def to(self, device: torch.device | str) -> "Batch":
         return Batch(
@@ -75,6 +93,7 @@ class Batch:
             self.positions.to(device),
             self.labels.to(device),
             self.rows.to(device),
+            None if self.features is None else self.features.to(device),
         )
 
 
@@ -158,14 +177,12 @@ def collate(examples: Sequence[Example]) -> Batch:
         for row, example in enumerate(examples)
     ]
     rows = [example.rows for example in examples]
+    features = [example.features for example in examples if example.features is not None]
     return Batch(
         ids=[example.id for example in examples],
         token_ids=token_ids,
         positions=torch.cat(positions),
         labels=torch.cat([example.token_ids[example.prompt_length :] for example in examples]),
-        rows=TargetRows(
-            torch.cat([row.hidden for row in rows]),
-            torch.cat([row.log_sum_exp for row in rows]),
-            torch.cat([row.argmax for row in rows]),
-        ),
+        rows=type(rows[0]).join(rows),
+        features=pad_sequence(features, batch_first=True) if features else None,
     )

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distill.comparison import Comparison
 from distill.losses import (
     LOSSES,
     TARGET_FREE,
@@ -27,7 +26,7 @@ from distill.losses import (
     hard_labels,
     lk_mix,
 )
-from distill.signals import TargetHead, TargetRows
+from distill.signals import Compared, SignalRows, TargetHead
 
 
 class HeadSums(NamedTuple):
@@ -35,21 +34,22 @@ class HeadSums(NamedTuple):
 
     loss: Tensor  # scalar
     agreement: Tensor  # scalar: positions where both say the same token first
-    overlap: Tensor  # scalar: sum of min(target, draft)
-    kept_mass: Tensor  # scalar: target probability inside the draft vocabulary
-    num_compared: Tensor  # scalar: positions behind the two sums above
+    overlap: Tensor  # scalar: sum of min(target, draft), or of what is known of it
+    overlap_slack: Tensor | None  # scalar: how much more it may be; None if it is exact
+    kept_mass: Tensor  # scalar: target probability that was compared with the draft's
+    num_compared: Tensor  # scalar: positions behind the three sums above
 
 
 class _Chunk(NamedTuple):
     parts: Tensor  # [P] sums of the parts of the loss
-    counts: Tensor  # [4] agreement, overlap, kept mass, positions compared
+    counts: Tensor  # [5] agreement, overlap, its slack, kept mass, positions compared
 
 
 def head_loss(
     hidden: Tensor,
     weight: Tensor,
     target: TargetHead,
-    rows: TargetRows,
+    rows: SignalRows,
     labels: Tensor,
     config: LossConfig,
 ) -> HeadSums:
@@ -69,9 +69,10 @@ def head_loss(
     run = _ChunkLoss(target, rows, labels, config, is_split=is_split)
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts, counts = _GradientInForward.apply(hidden, weight, run, slices, wants_gradient)
-    agreement, accepted, kept_mass, num_compared = counts
+    agreement, accepted, slack, kept_mass, num_compared = counts
     loss = _combined(parts, accepted / num_compared, config)
-    return HeadSums(loss, agreement, accepted, kept_mass, num_compared)
+    known = slack if rows.is_truncated else None
+    return HeadSums(loss, agreement, accepted, known, kept_mass, num_compared)
 
 
 class _ChunkLoss:
@@ -80,7 +81,7 @@ class _ChunkLoss:
     def __init__(
         self,
         target: TargetHead,
-        rows: TargetRows,
+        rows: SignalRows,
         labels: Tensor,
         config: LossConfig,
         *,
@@ -96,16 +97,16 @@ class _ChunkLoss:
         agreement = greedy_agreement(logits.detach(), self.argmax[part]).sum()
         if self.config.name in TARGET_FREE and part.start > 0:
             # One chunk tells the overlap; the baseline does not pay for the target's head again.
-            counts = torch.zeros(4, device=logits.device)
+            counts = torch.zeros(5, device=logits.device)
             counts[0] = agreement
             return _Chunk(hard_labels(logits, self.labels[part]).sum()[None], counts)
-        log_probs = self.target.log_probs(self.rows, part, temperature=temperature)
-        compared = Comparison(logits, log_probs)
-        sums = agreement, compared.overlap.detach().sum(), compared.mass.sum()
+        compared = self.rows.comparison(logits, self.target, part, temperature=temperature)
+        found = compared.overlap.detach(), compared.slack, compared.mass
+        sums = agreement, *(value.sum() for value in found)
         counts = torch.stack([*(value.float() for value in sums), logits.new_tensor(len(logits))])
         return _Chunk(self._parts(compared, self.labels[part]), counts)
 
-    def _parts(self, compared: Comparison, labels: Tensor) -> Tensor:
+    def _parts(self, compared: Compared, labels: Tensor) -> Tensor:
         """[P] sums that `_combined` makes the loss of."""
         if self.is_split:
             return torch.stack([compared.kl.sum(), (1 - compared.overlap).sum()])
@@ -119,7 +120,7 @@ def _combined(parts: Tensor, mean_overlap: Tensor, config: LossConfig) -> Tensor
 
 
 class _GradientInForward(torch.autograd.Function):
-    """(hidden, weight) -> (parts [P], counts [4]); the gradient of each part is kept, not logits."""
+    """(hidden, weight) -> (parts [P], counts [5]); the gradient of each part is kept, not logits."""
 
     @staticmethod
     def forward(

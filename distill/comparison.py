@@ -58,6 +58,11 @@ class Comparison:
     def mass(self) -> Tensor:
         return self.measures.mass
 
+    @property
+    def slack(self) -> Tensor:
+        """[N] zeros: the whole distribution is known."""
+        return torch.zeros_like(self.measures.mass)
+
 
 def precise(values: Tensor) -> Tensor:
     """float32, or float64 where it is given (for gradcheck)."""

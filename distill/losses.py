@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -185,8 +186,9 @@ def greedy_agreement(draft_logits: Tensor, target_argmax: Tensor) -> Tensor:
     return draft_logits.argmax(-1) == target_argmax
 
 
-# (comparison, labels [N], config) -> [N]
-LossFunction = Callable[[Comparison, Tensor, LossConfig], Tensor]
+# (comparison, labels [N], config) -> [N]. The comparison may be one of a signal that is kept in part
+# (sparse_signals.py); signal_forms.py says of which loss that is enough.
+LossFunction = Callable[[Any, Tensor, LossConfig], Tensor]
 
 LOSSES: dict[LossName, LossFunction] = {
     LossName.forward_kl: lambda c, labels, config: c.kl,

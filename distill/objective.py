@@ -28,14 +28,14 @@ Objective = Callable[[nn.Module, Batch], Terms]
 
 
 def terms_of(sums: HeadSums, num_tokens: int) -> Terms:
-    """overlap and kept_mass are over the positions where the target's distribution was computed."""
+    """overlap and kept_mass are over the positions where the target's distribution was computed; where
+    it is known in part, overlap is the lower end of its bracket and overlap_upper the upper end."""
     total = sums.num_compared.new_tensor(num_tokens)
-    return Terms(
-        loss_sum=sums.loss,
-        num_tokens=num_tokens,
-        counts={
-            "greedy_agreement": (sums.agreement, total),
-            "overlap": (sums.overlap, sums.num_compared),
-            "kept_mass": (sums.kept_mass, sums.num_compared),
-        },
-    )
+    counts = {
+        "greedy_agreement": (sums.agreement, total),
+        "overlap": (sums.overlap, sums.num_compared),
+        "kept_mass": (sums.kept_mass, sums.num_compared),
+    }
+    if sums.overlap_slack is not None:
+        counts["overlap_upper"] = (sums.overlap + sums.overlap_slack, sums.num_compared)
+    return Terms(loss_sum=sums.loss, num_tokens=num_tokens, counts=counts)

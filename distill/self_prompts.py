@@ -10,9 +10,10 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from distill.progress import Progress
 from distill.templates import ChatTemplate
 from distill.writer import Request, Writer
 from specdec_runtime.assets import cache_folder
@@ -26,8 +27,6 @@ _CHARS = range(12, 401)
 _MAX_SHARE_OF_ONE_WORD = 0.3
 _ATTEMPTS_PER_PROMPT = 3  # a model of which less than a third passes can not prompt itself
 _SEEDS_APART = 1_000_003  # seeds of one list must not be those of the next
-
-Progress = Callable[[int, int, str], None]  # done, total, what else to say
 
 
 def self_prompts(

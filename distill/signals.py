@@ -1,28 +1,114 @@
-"""What the target says at each loss position, in the one form that every loss can use exactly.
+"""What the target says at each loss position.
 
-That form is the target's last hidden state (post-norm, what its head reads): D numbers a position
+The form that every loss can use exactly is the target's last hidden state (post-norm, what its head reads): D numbers a position
 instead of V probabilities, and the frozen head turns them back into logits of exactly the tokens
 that are asked for. The full vocabulary is only ever needed for two numbers, the log-sum-exp of the
 logits and their argmax, and those are kept from the moment when the target's logits existed anyway.
 
-- cached: `answers` recorded the three while the target wrote the text (`TargetRows` of a batch);
+- cached: `answers` recorded the three while the target wrote the text, or `cache` computed them
+  afterwards (`TargetRows` of a batch);
 - live: `live_rows` runs the target on the batch now.
 
-Shapes: N loss positions, D hidden size, V target vocabulary, n draft vocabulary, B rows, S tokens.
+A smaller form that some losses can use is in sparse_signals.py, which one a run uses in
+signal_forms.py. `SignalRows` is what all of them offer to a loss.
+
+Shapes: N loss positions, c of a chunk, D hidden size, V target vocabulary, n draft vocabulary,
+B rows, S tokens.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from distill.comparison import Comparison
 from distill.draft_vocab import DraftVocab
 from specdec_runtime.model import CausalModel
 
 # Stored states are rounded to 16 bits; recomputed log-sum-exps of a right head stay far below this.
 _LSE_TOLERANCE = 0.1
 _LIVE_CHUNK = 256  # positions whose full logits are held at once
+_NO_SIGNAL = (
+    "these answers have no target signal: compute it with `python -m distill.cache`, or train with "
+    "signals.form=live"
+)
+
+
+Rows = TypeVar("Rows")  # one of the dataclasses of a signal's form
+
+
+class Compared(Protocol):
+    """Draft and target at c positions, as the losses see them; everything [c] unless stated."""
+
+    draft_logits: Tensor  # [c, n], with target_log_probs beside them where is_truncated is False
+
+    @property
+    def kl(self) -> Tensor: ...
+
+    @property
+    def overlap(self) -> Tensor: ...
+
+    @property
+    def mass(self) -> Tensor:
+        """Target probability that was compared: inside the draft vocabulary, and known."""
+
+    @property
+    def slack(self) -> Tensor:
+        """How much more the overlap may be than what is known of it; without gradient."""
+
+
+class SignalRows(Protocol):
+    """The target's signal at N positions, in some form."""
+
+    is_truncated: ClassVar[bool]  # whether the overlap is known up to a bracket only
+
+    @property
+    def argmax(self) -> Tensor:
+        """[N] int64 target ids."""
+
+    def __len__(self) -> int: ...
+
+    def to(self, device: torch.device | str) -> Self: ...
+
+    @classmethod
+    def join(cls, rows: Sequence[Any]) -> Self:
+        """The positions of several, one behind the other; all of one form."""
+
+    def comparison(
+        self, draft_logits: Tensor, head: "TargetHead", part: slice, *, temperature: float = 1.0
+    ) -> Any:
+        """The chunk `part` next to what the draft says there [c, n]: a `Compared`."""
+
+
+@dataclass
+class NoSignal:
+    """N positions of which only the text is known (yet)."""
+
+    num_positions: int
+
+    is_truncated: ClassVar[bool] = False
+
+    @property
+    def argmax(self) -> Tensor:
+        raise ValueError(_NO_SIGNAL)
+
+    def __len__(self) -> int:
+        return self.num_positions
+
+    def to(self, device: torch.device | str) -> "NoSignal":
+        return self
+
+    @classmethod
+    def join(cls, rows: Sequence["NoSignal"]) -> "NoSignal":
+        return cls(sum(map(len, rows)))
+
+    def comparison(
+        self, draft_logits: Tensor, head: "TargetHead", part: slice, *, temperature: float = 1.0
+    ) -> Compared:
+        raise ValueError(_NO_SIGNAL)
 
 
 @dataclass
@@ -39,6 +125,8 @@ class TargetRows:
     log_sum_exp: Tensor
     argmax: Tensor
 
+    is_truncated: ClassVar[bool] = False
+
     def __len__(self) -> int:
         return len(self.hidden)
 
@@ -46,6 +134,19 @@ class TargetRows:
         return TargetRows(
             self.hidden.to(device), self.log_sum_exp.to(device), self.argmax.to(device)
         )
+
+    @classmethod
+    def join(cls, rows: Sequence["TargetRows"]) -> "TargetRows":
+        return cls(
+            torch.cat([row.hidden for row in rows]),
+            torch.cat([row.log_sum_exp for row in rows]),
+            torch.cat([row.argmax for row in rows]),
+        )
+
+    def comparison(
+        self, draft_logits: Tensor, head: "TargetHead", part: slice, *, temperature: float = 1.0
+    ) -> Comparison:
+        return Comparison(draft_logits, head.log_probs(self, part, temperature=temperature))
 
 
 class TargetHead:
@@ -148,19 +249,17 @@ def live_rows(
 ) -> TargetRows:
     """Runs the target over a right-padded batch; no gradient.
 
-    Args:
-        token_ids: [B, S] int64.
-        lengths: [B] real tokens of each row.
-        positions: [N] int64 indices into the flattened [B * S] positions.
+    Args: as `target_states`.
 
     Returns:
         The signal at those positions, states in float32.
     """
-    cache = model.new_cache(len(token_ids), token_ids.shape[1])
-    output = model.forward(
-        token_ids.to(model.device), cache, num_new=lengths, logits=False, hidden_layers=(-1,)
-    )
-    hidden = output.hidden[-1].flatten(0, 1)[positions.to(model.device)]
+    hidden = target_states(model, token_ids, lengths, positions)
+    return head_rows(model, hidden, real_vocab_size=real_vocab_size)
+
+
+def head_rows(model: CausalModel, hidden: Tensor, *, real_vocab_size: int) -> TargetRows:
+    """The signal at N positions, from the states [N, D] that the target's head reads there."""
     sums, best = [], []
     for chunk in hidden.split(_LIVE_CHUNK):
         logits = model.logits_of(chunk)[:, :real_vocab_size]
@@ -169,6 +268,35 @@ def live_rows(
     return TargetRows(hidden, torch.cat(sums), torch.cat(best))
 
 
+def target_states(
+    model: CausalModel, token_ids: Tensor, lengths: Tensor, positions: Tensor
+) -> Tensor:
+    """[N, D] float32: what the target's head reads at some positions of a right-padded batch.
+
+    Args:
+        token_ids: [B, S] int64.
+        lengths: [B] real tokens of each row.
+        positions: [N] int64 indices into the flattened [B * S] positions.
+    """
+    cache = model.new_cache(len(token_ids), token_ids.shape[1])
+    output = model.forward(
+        token_ids.to(model.device), cache, num_new=lengths, logits=False, hidden_layers=(-1,)
+    )
+    return output.hidden[-1].flatten(0, 1)[positions.to(model.device)]
+
+
 def _product(hidden: Tensor, weight: Tensor) -> Tensor:
     with torch.autocast(hidden.device.type, enabled=False):
         return (hidden @ weight.T).float()
+
+
+def rounded(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """[T, D] in the wanted type, or in bfloat16 where that type can not hold a number of it."""
+    stored = states.to(dtype)
+    return stored if bool(stored.isfinite().all()) else states.to(torch.bfloat16)
+
+
+def split_rows(rows: Rows, counts: Sequence[int]) -> list[Rows]:
+    """The signals of several texts, `counts` positions each; on the CPU."""
+    tensors = [getattr(rows, field.name).cpu().split(counts) for field in fields(rows)]  # type: ignore[arg-type]
+    return [type(rows)(*parts) for parts in zip(*tensors, strict=True)]

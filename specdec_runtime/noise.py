@@ -46,23 +46,24 @@ class UniformStreams:
 
 
 def draw_by_inversion(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """One index per row, distributed as `probs`: the first whose cumulated mass exceeds u * total.
+    """Indices distributed as `probs`: the first whose cumulated mass exceeds u * total.
 
     The sum runs in float64: float32 would lose the tail of a large vocabulary. An index of
     probability zero is never returned.
 
     Args:
         probs: [N, V], non-negative; need not sum to one.
-        uniforms: [N] float64 in [0, 1).
+        uniforms: [N] or, for several draws of each row, [N, m]; float64 in [0, 1).
 
     Returns:
-        [N] int64.
+        int64, in the shape of `uniforms`.
     """
     cumulated = probs.double().cumsum(-1)
     total = cumulated[:, -1:]
     # u * total may round up to the total itself, which no cumulated mass exceeds.
-    level = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, level, right=True).squeeze(-1)
+    last = total.nextafter(torch.zeros_like(total))
+    levels = torch.minimum((uniforms if uniforms.dim() > 1 else uniforms[:, None]) * total, last)
+    return torch.searchsorted(cumulated, levels, right=True).reshape(uniforms.shape)
 
 
 def _mix(state: Tensor) -> Tensor:

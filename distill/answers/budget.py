@@ -6,12 +6,10 @@ what it buys does not depend on interruptions; a budget of time does, as the mac
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from distill.answers.config import AnswersConfig
-
-# done, total, what else to say. The unit is tokens where a budget of tokens is given, else answers.
-Progress = Callable[[int, int, str], None]
+from distill.progress import Progress
 
 
 class Budget:
@@ -20,6 +18,7 @@ class Budget:
     Args:
         order: ids of all prompts of the job.
         done: id -> tokens of every answer that the folder already holds.
+        progress: told tokens where a budget of tokens is given, else answers.
     """
 
     def __init__(
@@ -32,12 +31,13 @@ class Budget:
         self._order = order
         self._num_tokens = {prompt_id: done[prompt_id] for prompt_id in order if prompt_id in done}
         self._max_tokens, self._max_seconds = config.max_tokens, config.max_seconds
+        self._dropped: set[str] = set()
         self._under_way = 0
         self._written_now, self._start = 0, time.monotonic()
         self._progress = progress
 
     def is_missing(self, prompt_id: str) -> bool:
-        return prompt_id not in self._num_tokens
+        return prompt_id not in self._num_tokens and prompt_id not in self._dropped
 
     def allows_another(self) -> bool:
         """Whether one more answer may begin; those under way count with the average length."""
@@ -59,6 +59,11 @@ class Budget:
                 return
             self._under_way += 1
             yield key
+
+    def drop(self, prompt_id: str) -> None:
+        """An answer has ended and can not be used; it is not asked for again in this job."""
+        self._under_way -= 1
+        self._dropped.add(prompt_id)
 
     def add(self, prompt_id: str, num_tokens: int) -> None:
         """An answer has ended."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distill.answers.manifest import Manifest, fingerprint, read_manifest
+from distill.answers.manifest import ANSWERS, Manifest, fingerprint
 from distill.answers.shards import Answer, read_shard, shard_paths
+from distill.signals import TargetRows
 
 
 @dataclass
@@ -35,7 +36,7 @@ class AnswerSet:
         Raises:
             ValueError: if the folder holds no answers (to these prompts), or is damaged.
         """
-        manifest = read_manifest(folder)
+        manifest = ANSWERS.read(folder)
         found: dict[str, Answer] = {}
         for path in shard_paths(folder):
             for answer in read_shard(path):
@@ -63,12 +64,14 @@ class AnswerSet:
     def token_counts(self) -> Tensor:
         """[V] float64: how often the target wrote each token, or would have at its first choice.
 
-        Both count: sampled text shows the tail, the argmax what a greedy answer would hold.
+        Both count where both are known: sampled text shows the tail, the argmax what a greedy
+        answer would hold.
         """
         size = self.manifest["vocab_size"]
         counts = torch.zeros(size, dtype=torch.float64)
         for answer in self.answers:
             written = answer.token_ids[answer.prompt_length :]
             counts += torch.bincount(written, minlength=size)
-            counts += torch.bincount(answer.rows.argmax, minlength=size)
+            if isinstance(answer.rows, TargetRows):
+                counts += torch.bincount(answer.rows.argmax, minlength=size)
         return counts

@@ -4,6 +4,7 @@ Layout of one shard (safetensors), for its n answers with T new tokens in total:
     token_ids       [sum of lengths] int32   prompt and answer of each, one behind the other
     lengths         [n] int64                tokens of each
     prompt_lengths  [n] int64                of which prompt
+and, unless only the texts are known,
     log_sum_exp     [T] float32              of the target's logits in front of each new token
     argmax          [T] int32                the target's first choice there
     hidden          [T, D]                   its post-norm hidden state there
@@ -11,20 +12,16 @@ and, as metadata, the ids, sources and temperatures of the prompts.
 """
 
 import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from distill.batches import Example
-from distill.signals import TargetRows
+from distill.durable import opened_tensors, save_tensors
+from distill.signals import NoSignal, SignalRows, TargetRows, rounded
 
 _PATTERN = "shard-*.safetensors"
 
@@ -43,27 +40,27 @@ class Answer(Example):
 
 
 def write_shard(folder: Path, answers: Sequence[Answer], *, hidden_dtype: torch.dtype) -> Path:
-    """Writes the next shard: under a hidden name, flushed to disk, then renamed."""
+    """Writes the next shard; with the target's signal if every one of the answers has it."""
     number = 1 + max((_number(path) for path in shard_paths(folder)), default=-1)
     path = folder / f"shard-{number:05d}.safetensors"
     tensors = {
         "token_ids": torch.cat([answer.token_ids for answer in answers]).int(),
         "lengths": torch.tensor([len(answer.token_ids) for answer in answers]),
         "prompt_lengths": torch.tensor([answer.prompt_length for answer in answers]),
-        "hidden": _rounded([answer.rows.hidden for answer in answers], hidden_dtype),
-        "log_sum_exp": torch.cat([answer.rows.log_sum_exp for answer in answers]),
-        "argmax": torch.cat([answer.rows.argmax for answer in answers]).int(),
     }
+    recorded = [answer.rows for answer in answers if isinstance(answer.rows, TargetRows)]
+    if len(recorded) == len(answers):
+        rows = TargetRows.join(recorded)
+        tensors |= {
+            "hidden": rounded(rows.hidden, hidden_dtype),
+            "log_sum_exp": rows.log_sum_exp,
+            "argmax": rows.argmax.int(),
+        }
     records = [
         {"id": answer.id, "source": answer.source, "temperature": answer.temperature}
         for answer in answers
     ]
-    unfinished = folder / f".{path.name}"
-    save_file(tensors, unfinished, metadata={"prompts": json.dumps(records)})
-    unfinished.chmod(0o644)  # safetensors makes private files
-    _flush(unfinished)
-    unfinished.rename(path)
-    _flush(folder)
+    save_tensors(path, tensors, {"prompts": json.dumps(records)})
     return path
 
 
@@ -73,23 +70,32 @@ def read_shard(path: Path) -> list[Answer]:
     Raises:
         ValueError: if the file is damaged.
     """
-    with _opened(path) as file:
+    with opened_tensors(path) as file:
         records = json.loads(file.metadata()["prompts"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     lengths = tensors["lengths"].tolist()
     prompts = tensors["prompt_lengths"].tolist()
     news = [length - prompt for length, prompt in zip(lengths, prompts, strict=True)]
     texts = tensors["token_ids"].long().split(lengths)
-    rows = zip(
-        tensors["hidden"].split(news),
-        tensors["log_sum_exp"].split(news),
-        tensors["argmax"].long().split(news),
+    return [
+        Answer(**record, token_ids=text, prompt_length=prompt, rows=rows)
+        for record, text, prompt, rows in zip(
+            records, texts, prompts, _rows(tensors, news), strict=True
+        )
+    ]
+
+
+def _rows(tensors: dict[str, Tensor], counts: list[int]) -> Sequence[SignalRows]:
+    """The signal of each answer, as far as it was recorded."""
+    if "hidden" not in tensors:
+        return [NoSignal(count) for count in counts]
+    parts = zip(
+        tensors["hidden"].split(counts),
+        tensors["log_sum_exp"].split(counts),
+        tensors["argmax"].long().split(counts),
         strict=True,
     )
-    return [
-        Answer(**record, token_ids=text, prompt_length=prompt, rows=TargetRows(*part))
-        for record, text, prompt, part in zip(records, texts, prompts, rows, strict=True)
-    ]
+    return [TargetRows(*part) for part in parts]
 
 
 def token_numbers(path: Path) -> dict[str, int]:
@@ -98,7 +104,7 @@ def token_numbers(path: Path) -> dict[str, int]:
     Raises:
         ValueError: if the file is damaged.
     """
-    with _opened(path) as file:
+    with opened_tensors(path) as file:
         records = json.loads(file.metadata()["prompts"])
         news = file.get_tensor("lengths") - file.get_tensor("prompt_lengths")
     return {record["id"]: number for record, number in zip(records, news.tolist(), strict=True)}
@@ -115,31 +121,5 @@ def remove_unfinished(folder: Path) -> None:
         path.unlink()
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, "pt") as file:
-            yield file
-    except (SafetensorError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged ({error}): delete it and write the answers again"
-        ) from None
-
-
-def _rounded(states: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """[T, D] in the wanted type, or in bfloat16 where that type can not hold a number of it."""
-    whole = torch.cat(states)
-    stored = whole.to(dtype)
-    return stored if bool(stored.isfinite().all()) else whole.to(torch.bfloat16)
-
-
 def _number(path: Path) -> int:
     return int(path.stem.removeprefix("shard-"))
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -14,10 +14,11 @@ from typing import NamedTuple
 
 import torch
 
-from distill.answers.budget import Budget, Progress
+from distill.answers.authors import Author, author_of
+from distill.answers.budget import Budget
 from distill.answers.config import AnswersConfig
 from distill.answers.dataset import AnswerSet
-from distill.answers.manifest import claim, make_manifest
+from distill.answers.manifest import ANSWERS
 from distill.answers.shards import (
     Answer,
     remove_unfinished,
@@ -25,9 +26,12 @@ from distill.answers.shards import (
     token_numbers,
     write_shard,
 )
+from distill.durable import save_text
+from distill.progress import Progress
 from distill.prompts import Prompt
+from distill.signals import NoSignal
 from distill.templates import ChatTemplate
-from distill.writer import Request, Text, Writer
+from distill.writer import Request, Text
 from specdec_runtime.file_lock import exclusive
 from specdec_runtime.target import Target
 
@@ -35,6 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class _Job(NamedTuple):
+    id: str  # of the answer
     prompt: Prompt
     request: Request
 
@@ -48,55 +53,74 @@ def write_answers(
     template: ChatTemplate | None = None,
     progress: Progress | None = None,
 ) -> AnswerSet:
-    """Has the target answer the prompts, in their order, as far as the budget goes.
+    """Has the target, or a server that runs it, answer the prompts.
+
+    Args:
+        template: how conversations are rendered; None = the tokenizer's own, without options.
+
+    Further arguments and errors as `collect_answers`.
+    """
+    template = template or ChatTemplate(target.tokenizer)
+    author = author_of(target, template, config)
+    return collect_answers(author, prompts, config, folder, progress=progress)
+
+
+def collect_answers(
+    author: Author,
+    prompts: Sequence[Prompt],
+    config: AnswersConfig,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+) -> AnswerSet:
+    """Has the author answer the prompts, in their order, as far as the budget goes.
 
     A folder that was written with the same settings is continued. A job that has ended is never run
     again: the same prompts and budget give exactly the answers it left, whatever was added since.
 
     Args:
-        template: how conversations are rendered; None = the tokenizer's own, without options.
         progress: called a few times a second.
 
     Raises:
         ValueError: for a folder of other answers, a second process on the same folder, or prompts
             that are all too long.
     """
-    template = template or ChatTemplate(target.tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive(folder / ".lock", wait=False):
-        claim(folder, make_manifest(target, template, config))
+        ANSWERS.claim(folder, author.manifest)
         remove_unfinished(folder)
-        jobs = _jobs(prompts, template, config, target.model.max_positions)
+        jobs = _jobs(prompts, author.template, config, author.max_positions)
         record = folder / f"job-{_job_key(jobs, config)}.json"
         if not record.exists():
-            order = [job.prompt.id for job in jobs]
+            order = [job.id for job in jobs]
             done: dict[str, int] = {}
             for path in shard_paths(folder):
                 done |= token_numbers(path)
             budget = Budget(config, order, done, progress)
-            _write_missing(target, jobs, config, folder, budget)
-            _store(record, budget.answered())
+            _write_missing(author, jobs, config, folder, budget)
+            save_text(record, json.dumps(budget.answered()) + "\n")
         return AnswerSet.read(folder, order=json.loads(record.read_text()))
 
 
 def _jobs(
     prompts: Sequence[Prompt], template: ChatTemplate, config: AnswersConfig, max_positions: int
 ) -> list[_Job]:
-    """The prompts that are short enough, rendered."""
+    """The prompts that are short enough, rendered, each as often as it is to be answered."""
     room = min(config.max_prompt_tokens, max_positions - config.max_new_tokens)
-    jobs = []
-    for key, prompt in enumerate({prompt.id: prompt for prompt in prompts}.values()):
+    jobs: list[_Job] = []
+    fitting = 0
+    for prompt in {prompt.id: prompt for prompt in prompts}.values():
         token_ids = template.render(prompt.messages)
         if 0 < len(token_ids) <= room:
-            digest = hashlib.sha256(f"{config.seed}\x1f{prompt.id}".encode()).digest()
-            # Two independent numbers of one hash: which temperature, which noise.
-            turn, seed = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
-            temperature = config.temperatures[turn % len(config.temperatures)]
-            jobs.append(_Job(prompt, Request(key, token_ids, temperature, seed)))
-    if len(jobs) < len(prompts):
+            fitting += 1
+            for number, temperature in enumerate(_temperatures(prompt, config)):
+                name = sample_id(prompt.id, number)
+                request = Request(len(jobs), token_ids, temperature, _noise(name, config)[1])
+                jobs.append(_Job(name, prompt, request))
+    if fitting < len(prompts):
         log.warning(
             "%d of %d prompts are left out: repeated, or longer than %d tokens",
-            len(prompts) - len(jobs),
+            len(prompts) - fitting,
             len(prompts),
             room,
         )
@@ -108,31 +132,51 @@ def _jobs(
     return jobs
 
 
+def sample_id(prompt_id: str, number: int) -> str:
+    """The id of an answer: the first one to a prompt has the prompt's."""
+    return prompt_id if number == 0 else f"{prompt_id}#{number}"
+
+
+def _temperatures(prompt: Prompt, config: AnswersConfig) -> list[float]:
+    """Of each answer to a prompt: in turn from a place that the prompt decides, one greedy."""
+    turn, _ = _noise(prompt.id, config)
+    chosen: list[float] = []
+    for number in range(config.samples_per_prompt):
+        temperature = config.temperatures[(turn + number) % len(config.temperatures)]
+        if temperature > 0 or 0.0 not in chosen:
+            chosen.append(temperature)
+    return chosen
+
+
+def _noise(name: str, config: AnswersConfig) -> tuple[int, int]:
+    """Two independent numbers of one hash: which temperature, which noise."""
+    digest = hashlib.sha256(f"{config.seed}\x1f{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
+
+
 def _write_missing(
-    target: Target, jobs: list[_Job], config: AnswersConfig, folder: Path, budget: Budget
+    author: Author, jobs: list[_Job], config: AnswersConfig, folder: Path, budget: Budget
 ) -> None:
     """Writes until every prompt is answered or the budget is spent."""
-    while wanted := [job for job in jobs if budget.is_missing(job.prompt.id)]:
+    num_dropped = 0
+    while wanted := [job for job in jobs if budget.is_missing(job.id)]:
         if not budget.allows_another():
-            return
-        writer = Writer(
-            target,
-            batch_size=min(config.batch_size, len(wanted)),
-            max_new_tokens=config.max_new_tokens,
-            stop_ids=target.eos_token_ids,
-            top_p=config.top_p,
-            record=True,
-        )
+            break
         by_key = {job.request.key: job for job in wanted}
-        begun = budget.begin({job.request.key: job.prompt.id for job in wanted})
-        texts = writer.write(
+        begun = budget.begin({job.request.key: job.id for job in wanted})
+        texts = author.writer(len(wanted)).write(
             (by_key[key].request for key in begun),
             longest_prompt=max(len(job.request.prompt_ids) for job in wanted),
         )
         shard: list[Answer] = []
         try:
             for text in texts:
-                shard.append(_answer(by_key[text.request.key].prompt, text))
+                job = by_key[text.request.key]
+                if not text.token_ids:
+                    budget.drop(job.id)
+                    num_dropped += 1
+                    continue
+                shard.append(_answer(job, text))
                 budget.add(shard[-1].id, shard[-1].num_tokens)
                 if sum(answer.num_tokens for answer in shard) >= config.shard_tokens:
                     finished, shard = shard, []
@@ -140,27 +184,26 @@ def _write_missing(
         finally:  # Ctrl-C as well: what is written is not written again
             if shard:
                 write_shard(folder, shard, hidden_dtype=config.hidden_dtype.torch)
+    if num_dropped:
+        log.warning(
+            "%d answers were dropped: broken off by the server, or text whose token ids can not be "
+            "known for certain",
+            num_dropped,
+        )
 
 
 def _job_key(jobs: Sequence[_Job], config: AnswersConfig) -> str:
     """Names the set of answers that a job leaves: its prompts and its budget."""
-    content = [[job.prompt.id for job in jobs], config.max_tokens, config.max_seconds]
+    content = [[job.id for job in jobs], config.max_tokens, config.max_seconds]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def _store(path: Path, ids: list[str]) -> None:
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(json.dumps(ids) + "\n", encoding="utf-8")
-    unfinished.rename(path)
-
-
-def _answer(prompt: Prompt, text: Text) -> Answer:
-    assert text.signal is not None
+def _answer(job: _Job, text: Text) -> Answer:
     return Answer(
-        id=prompt.id,
-        source=prompt.source,
+        id=job.id,
+        source=job.prompt.source,
         temperature=text.request.temperature,
         token_ids=torch.tensor([*text.request.prompt_ids, *text.token_ids]),
         prompt_length=len(text.request.prompt_ids),
-        rows=text.signal,
+        rows=NoSignal(len(text.token_ids)) if text.signal is None else text.signal,
     )

@@ -1,0 +1,107 @@
+"""Who writes the answers: the product's own runtime, or a server that runs the target elsewhere.
+
+Both take requests and give texts as they end, and both know what decides their texts; the job
+(write.py) does not tell them apart.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from distill.answers.client import ApiClient
+from distill.answers.config import AnswersConfig
+from distill.answers.manifest import Manifest, make_manifest, make_served_manifest
+from distill.answers.served import ServedTarget, ServerWriter, model_report
+from distill.templates import ChatTemplate
+from distill.writer import Request, Text, Writer
+from specdec_runtime.target import Target
+
+
+class TextWriter(Protocol):
+    """Writes texts; a text without tokens is one that could not be used."""
+
+    def write(self, requests: Iterable[Request], *, longest_prompt: int) -> Iterator[Text]: ...
+
+
+class Author(Protocol):
+    """Writes answers under fixed settings."""
+
+    @property
+    def template(self) -> ChatTemplate:
+        """How conversations are rendered."""
+
+    @property
+    def manifest(self) -> Manifest:
+        """Everything that decides what its answers are."""
+
+    @property
+    def max_positions(self) -> int:
+        """Most tokens of a prompt with its answer."""
+
+    def writer(self, num_requests: int) -> TextWriter:
+        """For so many requests."""
+
+
+@dataclass(frozen=True)
+class RuntimeAuthor:
+    """The target, run here."""
+
+    target: Target
+    template: ChatTemplate
+    config: AnswersConfig
+
+    @property
+    def manifest(self) -> Manifest:
+        return make_manifest(self.target, self.template, self.config)
+
+    @property
+    def max_positions(self) -> int:
+        return self.target.model.max_positions
+
+    def writer(self, num_requests: int) -> Writer:
+        return Writer(
+            self.target,
+            batch_size=min(self.config.batch_size, num_requests),
+            max_new_tokens=self.config.max_new_tokens,
+            stop_ids=self.target.eos_token_ids,
+            top_p=self.config.top_p,
+            record=self.config.keep_states,
+        )
+
+
+@dataclass(frozen=True)
+class ServerAuthor:
+    """The target, run by an OpenAI-compatible server; only its tokenizer is needed here."""
+
+    target: ServedTarget
+    template: ChatTemplate
+    config: AnswersConfig
+
+    @cached_property
+    def _client(self) -> ApiClient:
+        return ApiClient(self.config.server)
+
+    @cached_property
+    def _report(self) -> dict[str, object]:
+        return model_report(self._client, self.config.server)
+
+    @property
+    def manifest(self) -> Manifest:
+        return make_served_manifest(self.target, self._report, self.template, self.config)
+
+    @property
+    def max_positions(self) -> int:
+        served = self._report.get("max_model_len")
+        own = self.target.max_positions
+        return min(own, served) if isinstance(served, int) else own
+
+    def writer(self, num_requests: int) -> ServerWriter:
+        return ServerWriter(self._client, self._report, self.target, self.config)
+
+
+def author_of(target: Target, template: ChatTemplate, config: AnswersConfig) -> Author:
+    """The one that the settings name."""
+    if config.server.url is None:
+        return RuntimeAuthor(target, template, config)
+    return ServerAuthor(ServedTarget.of(target), template, config)
