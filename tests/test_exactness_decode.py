@@ -1,9 +1,9 @@
-"""Losslessness of the whole decoder: sampled texts of table models against the table itself.
+"""Losslessness of the whole decoder, through `generate`: its texts have exactly the target's law.
 
-test_exactness_kit.py proves the parts; this is the sum of them, through `generate`. The texts of
-a model that looks at the last token only form a Markov chain, so the counts of what followed each
-token are compared with the target's row of it by chi-squared: 8,000 draws (5,000 with trees), 16
-bins, 12 degrees of freedom.
+Every rule, drafter and draft-length policy is followed along every path it can take
+(toy_decodes.py). What that leaves out is the noise itself: 200,000 draws in 16 bins for either
+rule. test_exactness_kit.py proves the rules alone, on larger vocabularies and with trees. The
+negative controls are known mistakes in the decoder's parts; each has to fail the same check.
 """
 
 import pytest
@@ -14,39 +14,164 @@ from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import ConfidenceThreshold, CostAware
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.composite import CompositeDrafter
+from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
 from specdec_runtime.hf_model import HFModel
+from specdec_runtime.noise import draw_by_inversion
 from specdec_runtime.sampling import Sampler, SamplingSettings
+from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import BestFirstTree, StaticTree
+from specdec_runtime.verification import Verification, verify_speculative
 from tests.conftest import tiny_llama
 from tests.table_model import TableModel
-from tests.toy_models import chi_squared, chi_squared_limit, random_table
+from tests.toy_decodes import generated_law, plain_law
+from tests.toy_models import chi_squared, chi_squared_limit, largest_error, random_table
 
-NUM_ROWS, NUM_TOKENS = 80, 100
-TARGET, DRAFT = (random_table(seed, vocab_size=4, sharpness=1.0) for seed in (11, 12))
+EXACT = 1e-6  # the models' float32
+WRONG = 5e-3  # what a negative control has to exceed
+RULES = ["speculative", "block"]
+PROMPT, LENGTH = [0, 1, 0], 4  # 16 texts
+NUM_PATHS = 768  # 2 first tokens, then rounds of at most 24, 8 and 2 paths
+TARGET = torch.tensor([[0.3, 0.7], [0.8, 0.2]], dtype=torch.float64)
+DRAFT = torch.tensor([[0.6, 0.4], [0.55, 0.45]], dtype=torch.float64)
+MODEL, DRAFT_MODEL = TableModel.by_token(TARGET), TableModel.by_token(DRAFT)
+DRAFTERS = {
+    "sampled": lambda: CausalLMDrafter(DRAFT_MODEL),
+    "greedy": lambda: CausalLMDrafter(DRAFT_MODEL, temperature=0.0),
+    "warm": lambda: CausalLMDrafter(DRAFT_MODEL, temperature=2.0),
+    "copy": lambda: CausalLMDrafter(MODEL),
+    "reversed": lambda: CausalLMDrafter(TableModel.by_token(TARGET.flip(1))),
+    "prompt_lookup": PromptLookupDrafter,
+    "suffix_lookup": lambda: SuffixLookupDrafter(min_match=1),
+    "composite": lambda: CompositeDrafter(
+        SuffixLookupDrafter(min_match=2), CausalLMDrafter(DRAFT_MODEL)
+    ),
+}
+POLICIES = {
+    "fixed": 2,
+    "threshold": ConfidenceThreshold(0.5, 2),
+    "cost-aware": CostAware(0.5, (1.0, 1.05, 1.1), acceptance=0.5),
+}
 
 
-def drafter(kind):
-    model = TableModel.by_token(DRAFT)
-    return {
-        "sampled": lambda: CausalLMDrafter(model),
-        "greedy": lambda: CausalLMDrafter(model, temperature=0.0),
-        "warm": lambda: CausalLMDrafter(model, temperature=2.0),
-        "reversed": lambda: CausalLMDrafter(TableModel.by_token(TARGET.flip(1))),
-        "lookup": PromptLookupDrafter,
-        "lookup or model": lambda: CompositeDrafter(PromptLookupDrafter(), CausalLMDrafter(model)),
-    }[kind]()
+def error(drafter, num_draft_tokens, *, rule="speculative", model=MODEL, **settings):
+    """Largest error in the probability of any text."""
+    decoder = SpeculativeDecoder(
+        Target(model=model), drafter, num_draft_tokens=num_draft_tokens, rule=rule
+    )
+    settings = {"temperature": 1.0, **settings}
+    found = generated_law(decoder, PROMPT, LENGTH, num_rows=NUM_PATHS, **settings)
+    return largest_error(found, plain_law(model, PROMPT, LENGTH, **settings))
 
 
-def misfit(drafter, num_draft_tokens, *, rule="block", num_rows=NUM_ROWS, **settings):
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_text_has_the_targets_probability(drafter, policy, rule):
+    assert error(DRAFTERS[drafter](), POLICIES[policy], rule=rule) < EXACT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_text_of_an_early_exit_has_the_targets_probability(rule):
+    model = HFModel(tiny_llama(5, vocab_size=2))
+    drafter = EarlyExitDrafter(model, exit_layer=1)
+    assert error(drafter, 2, rule=rule, model=model, temperature=3.0) < EXACT
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_text_has_the_probability_of_the_processed_target(rule):
+    settings = {"temperature": 0.8, "repetition_penalty": 1.3, "frequency_penalty": 0.4}
+    assert error(DRAFTERS["sampled"](), 2, rule=rule, logit_bias={1: 0.5}, **settings) < EXACT
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_the_case_of_a_drafter_that_prefers_what_the_target_does_not(greedy):
+    # Case B1: the known wrong result is 0.75 for token 0.
+    model = TableModel.by_token(torch.tensor([[0.6, 0.4]] * 2))
+    draft = TableModel.by_token(torch.tensor([[0.8, 0.2]] * 2))
+    drafter = CausalLMDrafter(draft, temperature=0.0 if greedy else None)
+    decoder = SpeculativeDecoder(model, drafter, num_draft_tokens=1, rule="speculative")
+    law = generated_law(decoder, [0], 3, num_rows=128, temperature=1.0)
+    for position in range(3):
+        share = sum(prob for text, prob in law.items() if text[position] == 0)
+        assert share == pytest.approx(0.6, abs=EXACT)
+
+
+# Negative controls.
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_drafter_that_claims_another_distribution_is_caught(rule):
+    class Claiming(CausalLMDrafter):
+        """Drafts greedily and claims to have sampled: case B1's mistake."""
+
+        def begin(self, batch_size, capacity, sampler):
+            session = super().begin(batch_size, capacity, sampler)
+            propose = session.propose
+
+            def claim(rows, committed, lengths, features=None):
+                draft = propose(rows, committed, lengths, features)
+                contexts = torch.tensor([[tokens[-1]] for tokens in committed])
+                contexts = torch.cat([contexts, draft.token_ids], 1)[:, :-1]
+                return draft._replace(probs=DRAFT.float()[contexts])
+
+            session.propose = claim
+            return session
+
+    assert error(Claiming(DRAFT_MODEL, temperature=0.0), 2, rule=rule) > WRONG
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_drafter_that_drops_tokens_it_is_not_sure_of_is_caught(rule):
+    class Dropping(CausalLMDrafter):
+        def begin(self, batch_size, capacity, sampler):
+            session = super().begin(batch_size, capacity, sampler)
+            propose = session.propose
+
+            def drop_the_unsure(rows, committed, lengths, features=None):
+                draft = propose(rows, committed, lengths, features)
+                if not draft.token_ids.shape[1]:
+                    return draft
+                sure = draft.probs[:, 0].gather(1, draft.token_ids[:, :1])[:, 0] > 0.5
+                return draft._replace(num_drafted=draft.num_drafted * sure)
+
+            session.propose = drop_the_unsure
+            return session
+
+    assert error(Dropping(DRAFT_MODEL), 1, rule=rule) > WRONG
+
+
+def test_a_refused_token_replaced_by_the_targets_own_is_caught(monkeypatch):
+    def target_for_residual(draft_ids, draft_probs, target_probs, num_drafted, uniforms):
+        right = verify_speculative(draft_ids, draft_probs, target_probs, num_drafted, uniforms)
+        after = target_probs[torch.arange(len(draft_ids)), right.num_accepted]
+        return Verification(right.num_accepted, draw_by_inversion(after, uniforms[:, -1]))
+
+    monkeypatch.setattr(verifier, "verify_speculative", target_for_residual)
+    assert error(DRAFTERS["sampled"](), 2) > WRONG
+
+
+# The noise: 200,000 texts' worth of draws. The texts of a model that looks at the last token only
+# form a Markov chain, so what followed each token is compared with the target's row of it: 16
+# bins, 12 degrees of freedom.
+
+NUM_TOKENS = 200
+SHARP = random_table(11, vocab_size=4, sharpness=1.0)
+NEAR = 0.7 * SHARP + 0.3 * random_table(12, vocab_size=4, sharpness=1.0)
+
+
+def misfit(num_draft_tokens, *, rule="block", num_rows=1000, draft=NEAR, **settings):
     """Chi-squared of what followed each token, relative to the limit a right decoder keeps to."""
     decoder = SpeculativeDecoder(
-        TableModel.by_token(TARGET), drafter, num_draft_tokens=num_draft_tokens, rule=rule
+        TableModel.by_token(SHARP),
+        CausalLMDrafter(TableModel.by_token(draft)),
+        num_draft_tokens=num_draft_tokens,
+        rule=rule,
     )
     arguments = {"temperature": 1.0, **settings}
     prompts = [[row % 4, 0] for row in range(num_rows)]
     generation = decoder.generate(prompts, max_new_tokens=NUM_TOKENS, seed=7, **arguments)
-    assert generation.stats.num_drafted > 0
     texts = torch.tensor([[0, *text] for text in generation.token_ids])
     pairs = (4 * texts[:, :-1] + texts[:, 1:]).flatten()
     counts = torch.bincount(pairs, minlength=16).view(4, 4)
@@ -65,45 +190,40 @@ def _processed(settings):
         real_vocab_size=4,
         device="cpu",
     )
-    return sampler.probs(TARGET.log(), [0] * 4)
+    return sampler.probs(SHARP.log(), [0] * 4)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_200000_draws_follow_the_target(rule):
+    assert misfit(6, rule=rule) < 1.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule"),
-    [("sampled", "speculative"), ("sampled", "block"), ("greedy", "block"), ("reversed", "block")],
+    "shape", [StaticTree((2, 2)), BestFirstTree(5, num_siblings=3, num_passes=3)]
 )
-def test_texts_follow_the_target_under_either_rule(kind, rule):
-    assert misfit(drafter(kind), 3, rule=rule) < 1.0
-
-
-@pytest.mark.parametrize("kind", ["warm", "lookup", "lookup or model"])
-def test_texts_follow_the_target_whatever_drafts(kind):
-    assert misfit(drafter(kind), 3) < 1.0
-
-
-@pytest.mark.parametrize(
-    "policy", [ConfidenceThreshold(0.5, 4), CostAware(0.2, (1.0, 1.05, 1.1, 1.2))]
-)
-def test_texts_follow_the_target_under_any_draft_length(policy):
-    assert misfit(drafter("sampled"), policy) < 1.0
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        ("sampled", StaticTree((2, 2))),
-        ("sampled", BestFirstTree(5, num_siblings=3, num_passes=3)),
-        ("greedy", BestFirstTree(5, num_siblings=3, num_passes=3)),
-    ],
-)
-def test_texts_follow_the_target_with_trees(kind, shape):
-    assert misfit(drafter(kind), shape, num_rows=50) < 1.0
-
-
-@pytest.mark.parametrize("num_draft_tokens", [3, StaticTree((2, 1))], ids=["chain", "tree"])
-def test_texts_follow_the_processed_target(num_draft_tokens):
+def test_draws_follow_the_processed_target_with_trees(shape):
     settings = {"temperature": 0.8, "top_k": 3, "logit_bias": {1: 0.7}}
-    assert misfit(drafter("sampled"), num_draft_tokens, num_rows=50, **settings) < 1.0
+    assert misfit(shape, num_rows=30, **settings) < 1.0
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_noise_shared_between_draft_and_verification_is_caught(monkeypatch, rule):
+    take_verify, drawn = Sampler.verify_uniforms, {}
+
+    def draw(self, probs, rows):
+        noise = self.draft_uniforms(rows, 1)[:, 0]
+        drawn.update(zip(rows, noise.tolist(), strict=True))
+        return draw_by_inversion(probs, noise)
+
+    def verify_uniforms(self, rows, count):
+        noise = take_verify(self, rows, count)
+        noise[:, -1] = torch.tensor([drawn.get(row, 0.5) for row in rows]).double()
+        return noise
+
+    monkeypatch.setattr(Sampler, "draw", draw)
+    monkeypatch.setattr(Sampler, "verify_uniforms", verify_uniforms)
+    far = random_table(12, vocab_size=4, sharpness=1.0)
+    assert misfit(1, rule=rule, num_rows=50, draft=far) > 2.0
 
 
 @pytest.mark.parametrize("num_draft_tokens", [3, StaticTree((2, 1))], ids=["chain", "tree"])
@@ -113,29 +233,10 @@ def test_a_drafter_that_did_not_draw_from_what_it_claims_is_caught(monkeypatch, 
 
     monkeypatch.setattr("specdec_runtime.sampling.draw_by_inversion", likeliest)
     monkeypatch.setattr("specdec_runtime.trees.draw_by_inversion", likeliest)
-    assert misfit(drafter("sampled"), num_draft_tokens, num_rows=50) > 2.0
+    assert misfit(num_draft_tokens, num_rows=20) > 2.0
 
 
-def test_a_policy_that_looks_at_the_token_it_decides_about_is_caught(monkeypatch):
-    class Dropping(CausalLMDrafter):
-        def begin(self, batch_size, capacity, sampler):
-            session = super().begin(batch_size, capacity, sampler)
-            propose = session.propose
-
-            def drop_the_unsure(rows, committed, lengths, features=None):
-                draft = propose(rows, committed, lengths, features)
-                if not draft.token_ids.shape[1]:
-                    return draft
-                sure = draft.probs[:, 0].gather(1, draft.token_ids[:, :1])[:, 0] > 0.4
-                return draft._replace(num_drafted=draft.num_drafted * sure)
-
-            session.propose = drop_the_unsure
-            return session
-
-    assert misfit(Dropping(TableModel.by_token(DRAFT)), 1) > 2.0
-
-
-@pytest.mark.parametrize("rule", ["speculative", "block"])
+@pytest.mark.parametrize("rule", RULES)
 def test_the_probabilities_drawn_from_are_those_verified_against_bit_by_bit(monkeypatch, rule):
     # Case B3: bf16 models; drafting in bf16 and refusing in float32 would be two distributions.
     drawn, verified = [], []

@@ -150,12 +150,12 @@ def chain_outcomes(
         ids, counts = drafts.token_ids[index], drafts.num_drafted[index]
         return torch.stack(verify(ids, q, target_probs[index], counts, uniforms), 1)
 
-    thresholds = _pass_thresholds(run, *drafts.token_ids.shape, block=block)
+    thresholds = pass_thresholds(run, *drafts.token_ids.shape, block=block)
     found = []  # (drafts' rows, kept, uniforms in the middle of that outcome, mass)
     for kept in range(drafts.token_ids.shape[1] + 1):
-        mass = drafts.mass * _count_probs(thresholds, kept, block=block)
+        mass = drafts.mass * count_probs(thresholds, kept, block=block)
         rows = torch.nonzero(mass > NEGLIGIBLE).squeeze(1)
-        uniforms = _uniforms_for_count(thresholds[rows], kept, block=block)
+        uniforms = uniforms_for_count(thresholds[rows], kept, block=block)
         found.append((rows, torch.full_like(rows, kept), uniforms, mass[rows]))
     rows, counts, uniforms, mass = map(torch.cat, zip(*found, strict=True))
     last = torch.full((len(rows), 1), 0.5, dtype=torch.float64)
@@ -253,7 +253,7 @@ def bisect(holds: Callable[[Tensor], Tensor], count: int) -> Tensor:
     return torch.where(always, 1.0, (low + high) / 2)
 
 
-def _pass_thresholds(run: Callable, num_rows: int, num_positions: int, *, block: bool) -> Tensor:
+def pass_thresholds(run: Callable, num_rows: int, num_positions: int, *, block: bool) -> Tensor:
     """The u_i below which position i passes, if it is reached: [P, K]."""
     position = torch.arange(num_positions).repeat_interleave(num_rows)
     rows = torch.arange(num_rows).repeat(num_positions)
@@ -267,7 +267,7 @@ def _pass_thresholds(run: Callable, num_rows: int, num_positions: int, *, block:
     return bisect(passes, len(rows)).view(num_positions, num_rows).T
 
 
-def _count_probs(thresholds: Tensor, kept: int, *, block: bool) -> Tensor:
+def count_probs(thresholds: Tensor, kept: int, *, block: bool) -> Tensor:
     """Probability that exactly `kept` tokens are kept: [P]."""
     if block:
         last = thresholds[:, kept - 1] if kept else torch.ones(len(thresholds)).double()
@@ -276,7 +276,7 @@ def _count_probs(thresholds: Tensor, kept: int, *, block: bool) -> Tensor:
     return thresholds[:, :kept].prod(1) * refused
 
 
-def _uniforms_for_count(thresholds: Tensor, kept: int, *, block: bool) -> Tensor:
+def uniforms_for_count(thresholds: Tensor, kept: int, *, block: bool) -> Tensor:
     """Uniforms [n, K] in the middle of the region where exactly `kept` tokens are kept."""
     uniforms = (1.0 + thresholds) / 2
     inside = slice(max(kept - 1, 0), kept) if block else slice(0, kept)
