@@ -43,6 +43,7 @@ def conclude(
             checks[name],
             engine=results.target.engine,
             self_draft_acceptance=self_draft_acceptance,
+            sampling=results.sampling,
         )
         results.exactness.append(certificate)
         if not certificate.passed:

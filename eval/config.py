@@ -85,7 +85,8 @@ class EvalConfig:
     drafter: the drafter that the page is about; drafters: more of them, side by side.
     lookup: also measure prompt lookup, the free baseline.
     prompts_file: JSONL; None = those kept beside the drafter by its run, else `suites`.
-    suites: fetched suites by name, used where there is no prompts file.
+    suites: fetched suites by name (fetched.py), used where there is no prompts file.
+    turns: of conversations with several user turns, how many are evaluated.
     output: None = runs/eval/<time>.
     """
 
@@ -95,8 +96,12 @@ class EvalConfig:
     target: TargetChoice = field(default_factory=TargetChoice)
     prompts_file: str | None = None
     suites: list[str] = field(default_factory=lambda: ["mt_bench"])
+    turns: int = 1
     output: str | None = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("turns", self.turns, 1)
 
 
 def _at_least(name: str, value: int, smallest: int, why: str = "") -> None:

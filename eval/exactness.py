@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eval.acceptance import measure_acceptance
-from eval.results import Certificate, Divergence, IdentityCheck
+from eval.results import Certificate, Divergence, IdentityCheck, SamplingCheck
 from eval.suites import EvalPrompt
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.model import CausalModel
@@ -74,9 +74,16 @@ def certify(
     *,
     engine: str,
     self_draft_acceptance: float | None = None,
+    sampling: Sequence[SamplingCheck] = (),
 ) -> Certificate:
     """The certificate of one drafter from its checks; fails if any text differs unexplained."""
     reasons = [_failure(check) for check in checks if not check.passed]
+    reasons += [
+        f"sampling, {check.rule}: chi-squared p-value {check.smallest_p_value:.1e} on toys, "
+        f"{check.control_p_value:.1e} on the control that must fail"
+        for check in sampling
+        if not check.passed
+    ]
     if self_draft_acceptance is not None and self_draft_acceptance < SELF_DRAFT_MINIMUM:
         reasons.append(
             f"the target as its own drafter accepts {self_draft_acceptance:.1%}, "

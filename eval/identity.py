@@ -2,6 +2,7 @@
 
 import os
 import platform
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from specdec_runtime.draft import Drafter
 from specdec_runtime.model import CausalModel
 from specdec_runtime.target import Target
 
-KIND_NAMES = {"CausalLMDrafter": "causal_lm", "PromptLookupDrafter": "prompt_lookup"}
+FREE_KINDS = ("prompt_lookup", "suffix_lookup")
 
 
 def engine_of(model: CausalModel) -> str:
@@ -40,9 +41,9 @@ def target_facts(target: Target) -> TargetFacts:
 
 
 def drafter_facts(name: str, drafter: Drafter, folder: str | None) -> DrafterFacts:
-    """See `DrafterFacts`."""
-    kind = KIND_NAMES.get(type(drafter).__name__, type(drafter).__name__)
-    return DrafterFacts(name=name, kind=kind, folder=folder, free=kind == "prompt_lookup")
+    """See `DrafterFacts`; a kind is a module of specdec_runtime.drafters."""
+    kind = type(drafter).__module__.rpartition(".")[2]
+    return DrafterFacts(name=name, kind=kind, folder=folder, free=kind in FREE_KINDS)
 
 
 def suite_facts(name: str, prompts: Sequence[EvalPrompt], num_too_long: int) -> SuiteFacts:
@@ -72,6 +73,19 @@ def machine_facts() -> dict[str, str]:
     if torch.cuda.is_available():
         facts["accelerator"] = torch.cuda.get_device_name()
     return facts
+
+
+def peak_memory() -> str:
+    """Most memory that this process has held so far, models and caches included."""
+    held = f"{_peak_resident_bytes() / 2**30:.2f} GiB"
+    if torch.cuda.is_available():
+        held += f", {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB on the accelerator"
+    return held
+
+
+def _peak_resident_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024  # macOS counts bytes
 
 
 def _processor() -> str:

@@ -36,6 +36,7 @@ from eval.report_tables import (
     speed_table,
 )
 from eval.results import Prediction, Results, Verdict
+from eval.serving import serving_table
 from eval.trace import Trace, WeakPrefix
 
 MAX_WEAK_PREFIXES = 12  # rows of the table; all of them are in failures.jsonl
@@ -82,6 +83,9 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
             "drafter would have proposed. failures.jsonl holds the places where the two agree "
             "least, as prefixes that the next run can train on.",
             _breakdown(results) + _weak_table(weak),
+        ),
+        _section(
+            "Serve it with", "Draft lengths under each server's own names.", _serving(results)
         ),
         _section("Numbers for comparison", "", _comparison(results)),
     ]
@@ -309,6 +313,11 @@ def _breakdown(results: Results) -> str:
     )
     weak = f"<h3>Where {escape(name)} agrees least</h3>" if tables else ""
     return (f'<div class="plots">{plots}</div>' if plots else "") + tables + weak
+
+
+def _serving(results: Results) -> str:
+    table = serving_table(results)
+    return _table(table) if table.rows else ""
 
 
 def _weak_table(weak: list[WeakPrefix]) -> str:

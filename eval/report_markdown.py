@@ -13,6 +13,7 @@ from eval.report_tables import (
     texts,
 )
 from eval.results import Results
+from eval.serving import serving_table
 
 
 def render_markdown(results: Results) -> str:
@@ -36,7 +37,7 @@ def render_markdown(results: Results) -> str:
     ]
     if verdict is not None:
         tables.append(length_table(results, verdict.drafter, verdict.suite))
-    tables.append(facts_table(results))
+    tables += [serving_table(results), facts_table(results)]
     return "\n".join([*lines, *(markdown_table(table) for table in tables if table.rows)])
 
 

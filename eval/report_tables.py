@@ -146,6 +146,15 @@ def exactness_table(results: Results) -> Table:
         title = Cell("the target as its own drafter: acceptance rate, 98 % or more", wide=True)
         rate = share(results.exactness[0].self_draft_acceptance)
         rows.append([Cell("every drafter"), title, rate, Cell("")])
+    for sampled in results.sampling:
+        title = (
+            f"sampling, {sampled.rule}: chi-squared on 16-token toys, {sampled.num_draws:,} draws"
+        )
+        found = f"smallest p-value {sampled.smallest_p_value:.2g}, control {sampled.control_p_value:.0e}"
+        verdict = Cell("passed" if sampled.passed else "FAILED")
+        rows.append(
+            [Cell("every drafter"), Cell(title, wide=True), verdict, Cell(found, wide=True)]
+        )
     return Table(
         "Exactness",
         ["drafter", "check", "identical", "first difference"],

@@ -92,6 +92,21 @@ class IdentityCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplingCheck:
+    """A verification rule against the law of its target, by chi-squared tests on toys.
+
+    smallest_p_value: over the toys. control_p_value: of the same rule with a wrong residual, which
+    the test must reject. See sampling_check.py.
+    """
+
+    rule: str
+    num_draws: int
+    smallest_p_value: float
+    control_p_value: float
+    passed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class Certificate:
     """Whether speculative decoding with this drafter returned the target's own text.
 
@@ -317,6 +332,7 @@ class Results:
     verdicts: list[Verdict] = field(default_factory=list)
     flags: list[Flag] = field(default_factory=list)
     exactness: list[Certificate] = field(default_factory=list)
+    sampling: list[SamplingCheck] = field(default_factory=list)
     baselines: list[BaselineCandidate] = field(default_factory=list)
     speed: list[SpeedResult] = field(default_factory=list)
     acceptance: list[AcceptanceResult] = field(default_factory=list)

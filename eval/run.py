@@ -27,7 +27,7 @@ from eval.budget import (
 from eval.conclusions import conclude
 from eval.config import EvaluationConfig
 from eval.exactness import Texts, compare
-from eval.identity import drafter_facts, machine_facts, suite_facts, target_facts
+from eval.identity import drafter_facts, machine_facts, peak_memory, suite_facts, target_facts
 from eval.inspection import AnswerScores, trace_answers, weak_prefixes
 from eval.measurements import Setting, TokenLists
 from eval.parts import Parts, fingerprint_of
@@ -144,6 +144,7 @@ class _Evaluation:
         first_text = self.texts[self.setting.first_suite][0]
         self.tolerance = measurements.tolerance(self.setting, first_text)
         self_draft = measurements.self_acceptance(self.setting)
+        self.results.sampling = measurements.sampling(self.setting)
         self.compare_with_transformers()
         self.choose_baseline()
         for name in self.setting.drafters:
@@ -322,6 +323,7 @@ class _Evaluation:
                 weak += weak_prefixes(
                     setting.target, prompts, answers, scored, drafter=name, suite=suite
                 )
+        self.results.machine["peak memory"] = peak_memory()
         self.results.complete = True
         self.results.seconds = time.monotonic() - self.started
         if self.folder is not None:

@@ -9,15 +9,17 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table as RichTable
+from transformers.utils import logging as transformers_logging
 
 from eval.config import EvalConfig
+from eval.fetched import load_suites
 from eval.records import read_json
 from eval.report_html import main_verdict
 from eval.report_tables import summary_table, texts
 from eval.results import Flag, Results
 from eval.run import PROMPTS_FILE, evaluate
 from eval.suites import Question, encode, read_questions
-from specdec_runtime.assets import MT_BENCH, fetch
+from eval.turns import with_later_turns
 from specdec_runtime.draft import Drafter
 from specdec_runtime.formats import DrafterManifest, is_drafter_folder, read_manifest
 from specdec_runtime.loading import load_drafter, load_target
@@ -27,11 +29,11 @@ log = logging.getLogger(__name__)
 
 RUN_TIME = re.compile(r"\d{4}-\d\d-\d\d_")  # how folders of runs start
 NOT_EXACT = 3  # exit code where speculative decoding did not return the target's text
-FETCHED = {"mt_bench": MT_BENCH}  # suites that arrive inside a package, by name
 
 
 def evaluate_from(config: EvalConfig) -> int:
     """Run an evaluation and print its summary; the exit code."""
+    transformers_logging.disable_progress_bar()
     folder = output_folder(config)
     specs = drafter_specs(config)
     manifest = first_manifest(specs)
@@ -47,6 +49,14 @@ def evaluate_from(config: EvalConfig) -> int:
         for name, spec in specs.items()
     }
     options = manifest.template_options if manifest is not None else {}
+    questions = with_later_turns(
+        questions,
+        target,
+        num_turns=config.turns,
+        max_new_tokens=config.evaluation.max_new_tokens,
+        most=config.evaluation.num_prompts,
+        template_options=options,
+    )
     prompts = encode(questions, target.tokenizer, options)
     results = evaluate(
         target,
@@ -156,16 +166,7 @@ def load_questions(config: EvalConfig) -> list[Question]:
     if Path(config.drafter).exists() and kept.is_file():
         log.info("prompts: those of the drafter's own run, %s", kept)
         return read_questions(kept)
-    unknown = sorted(set(config.suites) - set(FETCHED))
-    if unknown or not config.suites:
-        raise ValueError(
-            f"suites={config.suites}: expected one or more of {', '.join(FETCHED)}, "
-            "or give prompts=FILE.jsonl"
-        )
-    questions = []
-    for name in config.suites:
-        questions += read_questions(fetch(FETCHED[name]), suite=name)
-    return questions
+    return load_suites(config.suites)
 
 
 def print_summary(results: Results, folder: Path) -> None:

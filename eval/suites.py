@@ -3,7 +3,7 @@
 A line of a suite file is a JSON object with one of
     "prompt": a user's question as text
     "messages": a chat, [{"role": ..., "content": ...}, ...]
-    "turns": a list of user turns (MT-bench, Spec-Bench and SPEED-Bench files); the first is used
+    "turns": a list of user turns (MT-bench, Spec-Bench and SPEED-Bench files): see `turns.py`
     "token_ids": an encoded prompt (what a run writes to eval/prompts.jsonl), taken as it is
 and optionally "id" (also "question_id"), "category" and "suite".
 """
@@ -21,7 +21,11 @@ DEFAULT_SUITE = "prompts"  # where a line does not name its suite
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a suite: a chat, or token ids that are final already."""
+    """One line of a suite: a chat, or token ids that are final already.
+
+    Attributes:
+        later_turns: what the user says after the first answer, and so on.
+    """
 
     id: str
     suite: str
@@ -29,6 +33,7 @@ class Question:
     messages: list[dict[str, str]] | None
     token_ids: list[int] | None = None
     text: str | None = None
+    later_turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,7 @@ def _question(record: Any, place: str, number: int, suite: str) -> Question:
         messages=messages,
         token_ids=token_ids,
         text=record.get("text"),
+        later_turns=_later_turns(record) if token_ids is None else (),
     )
 
 
@@ -199,7 +205,8 @@ def _messages(record: Mapping[str, Any], place: str) -> list[dict[str, str]] | N
         return [{"role": m["role"], "content": m["content"]} for m in messages]
     if "turns" in record:
         turns = record["turns"]
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+        texts = isinstance(turns, list) and all(isinstance(turn, str) for turn in turns)
+        if not texts or not turns or not turns[0].strip():
             raise ValueError(f"{place}: turns must be a non-empty list of texts")
         return [{"role": "user", "content": turns[0]}]
     if "prompt" in record:
@@ -207,6 +214,11 @@ def _messages(record: Mapping[str, Any], place: str) -> list[dict[str, str]] | N
             raise ValueError(f"{place}: prompt must be a non-empty text")
         return [{"role": "user", "content": record["prompt"]}]
     return None
+
+
+def _later_turns(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of a line without messages, the user turns behind the first."""
+    return () if "messages" in record else tuple(record.get("turns", ())[1:])
 
 
 def _is_message(message: Any) -> bool:

