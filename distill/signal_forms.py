@@ -2,8 +2,8 @@
 
 | form   | bytes a position                | kept                                      | exact for |
 |--------|---------------------------------|-------------------------------------------|-----------|
-| hidden | 2 D + 12                        | last hidden state, head re-applied        | any loss  |
-| sparse | 4 k + 2 m + 16 (6 k + 4 m + 16) | top-k log-probabilities, m draws, entropy | see below |
+| hidden | 2 D + 8                         | last hidden state, head re-applied        | any loss  |
+| sparse | 4 k + 2 m + 12 (6 k + 4 m + 12) | top-k log-probabilities, m draws, entropy | see below |
 | live   | none                            | the target runs beside the drafter        | any loss  |
 
 (D hidden size; the second size of sparse is for vocabularies above 65,536 tokens.)

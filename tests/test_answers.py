@@ -17,7 +17,7 @@ from distill.answers.manifest import fingerprint, make_manifest
 from distill.answers.shards import read_shard, shard_paths, write_shard
 from distill.batches import BatchStream
 from distill.prompts import Prompt
-from distill.signals import live_rows
+from distill.signals import NoSignal, live_rows
 from distill.templates import ChatTemplate
 from distill.writer import Request, Writer
 from specdec_runtime.file_lock import exclusive
@@ -279,6 +279,84 @@ def test_a_damaged_shard_is_named(target, prompts, tmp_path):
         AnswerSet.read(tmp_path)
 
 
+def test_several_samples_of_a_prompt_differ_and_one_at_most_is_greedy(target, prompts, tmp_path):
+    config = dataclasses.replace(SETTINGS, samples_per_prompt=4, temperatures=[0.0, 0.0, 1.5])
+    answers = write_answers(target, prompts[:6], config, tmp_path).answers
+    for prompt in prompts[:6]:
+        own = [a for a in answers if a.id.partition("#")[0] == prompt.id]
+        assert len({a.id for a in own}) == len(own)
+        greedy = [a for a in own if a.temperature == 0.0]
+        sampled = [tuple(a.token_ids.tolist()) for a in own if a.temperature > 0.0]
+        assert len(greedy) == 1
+        assert 1 <= len(sampled) <= 2  # of four answers one or two are at the last temperature
+        assert len(set(sampled)) == len(sampled)
+
+
+def test_more_samples_keep_the_first_ones(undisturbed, target, prompts, tmp_path):
+    write_answers(target, prompts, SETTINGS, tmp_path)
+    config = dataclasses.replace(SETTINGS, samples_per_prompt=2)
+    more = texts(write_answers(target, prompts, config, tmp_path))
+    assert {name: more[name] for name in texts(undisturbed)} == texts(undisturbed)
+    assert len(more) > len(prompts)
+
+
+def test_another_seed_changes_the_sampled_answers_only(undisturbed, target, prompts, tmp_path):
+    config = dataclasses.replace(SETTINGS, seed=7, temperatures=[1.0])
+    sampled = texts(write_answers(target, prompts, config, tmp_path / "sampled"))
+    again = texts(write_answers(target, prompts, config, tmp_path / "again"))
+    other = dataclasses.replace(config, seed=8)
+    assert sampled == again
+    assert sampled != texts(write_answers(target, prompts, other, tmp_path / "other"))
+    greedy = dataclasses.replace(SETTINGS, seed=7, temperatures=[0.0])
+    found = texts(write_answers(target, prompts, greedy, tmp_path / "greedy"))
+    for answer in undisturbed.answers:
+        if answer.temperature == 0.0:
+            assert found[answer.id] == answer.token_ids.tolist()
+
+
+def test_answers_without_states_are_the_same_texts(undisturbed, target, prompts, tmp_path):
+    config = dataclasses.replace(SETTINGS, keep_states=False)
+    bare = write_answers(target, prompts, config, tmp_path)
+    assert texts(bare) == texts(undisturbed)
+    assert all(isinstance(answer.rows, NoSignal) for answer in bare.answers)
+    counts = bare.token_counts()
+    assert counts.sum() == bare.num_tokens
+    assert (counts <= undisturbed.token_counts()).all()
+
+
+@pytest.mark.parametrize("batch_size", [3, 16])
+def test_answers_written_with_a_drafter_are_the_targets(
+    undisturbed, target, prompts, tmp_path, batch_size
+):
+    config = dataclasses.replace(SETTINGS, drafter="lookup", batch_size=batch_size)
+    helped = write_answers(target, prompts, config, tmp_path)
+    found, plain = texts(helped), texts(undisturbed)
+    for answer, other in zip(helped.answers, undisturbed.answers, strict=True):
+        assert (answer.id, answer.temperature) == (other.id, other.temperature)
+        assert answer.num_tokens == len(answer.rows)
+        if answer.temperature == 0.0:
+            assert found[answer.id] == plain[answer.id]
+            torch.testing.assert_close(
+                answer.rows.hidden.float(), other.rows.hidden.float(), rtol=2e-3, atol=2e-3
+            )
+    assert found != plain  # what is sampled has other noise, so the fingerprint is another
+    assert fingerprint(helped.manifest) != fingerprint(undisturbed.manifest)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+def test_top_p_writes_from_the_nucleus_alone(target, top_p):
+    prompt = target.tokenizer("sample").input_ids
+    writer = Writer(target, batch_size=200, max_new_tokens=1, stop_ids=[EOS], top_p=top_p)
+    requests = [Request(key, prompt, 1.0, 500 + key) for key in range(400)]
+    drawn = [text.token_ids[0] for text in writer.write(requests, longest_prompt=len(prompt))]
+    probs = target.model.module(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    descending = probs.sort(descending=True)
+    before = descending.values.cumsum(0) - descending.values
+    nucleus = descending.indices[before < 0.6].tolist()
+    assert (set(drawn) <= set(nucleus)) is (top_p < 1.0)
+    assert len(set(drawn)) > 1
+
+
 def first_token_frequencies(target, temperature, count):
     prompt = target.tokenizer("sample").input_ids
     writer = Writer(target, batch_size=200, max_new_tokens=1, stop_ids=[EOS])
@@ -319,7 +397,7 @@ def test_a_setting_out_of_range_is_named_by_its_path(setting, message):
         (["output=x", "answers.temprature=1"], "did you mean answers.temperatures?"),
         ([], "output has no value"),
         (["output=x", "answers.batch_size=0"], "answers.batch_size must be positive"),
-        (["output=x", "target.model=./nowhere"], "target.model=./nowhere: no such folder"),
+        (["output=x", "target.model=./nowhere"], "./nowhere: no such folder"),
     ],
 )
 def test_the_command_line_explains_a_mistake_in_one_line(capsys, arguments, message):

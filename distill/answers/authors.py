@@ -13,8 +13,10 @@ from distill.answers.client import ApiClient
 from distill.answers.config import AnswersConfig
 from distill.answers.manifest import Manifest, make_manifest, make_served_manifest
 from distill.answers.served import ServedTarget, ServerWriter, model_report
+from distill.speculative_writer import SpeculativeWriter
 from distill.templates import ChatTemplate
 from distill.writer import Request, Text, Writer
+from specdec_runtime.loading import load_drafter
 from specdec_runtime.target import Target
 
 
@@ -59,14 +61,28 @@ class RuntimeAuthor:
     def max_positions(self) -> int:
         return self.target.model.max_positions
 
-    def writer(self, num_requests: int) -> Writer:
-        return Writer(
+    def writer(self, num_requests: int) -> TextWriter:
+        config = self.config
+        batch_size = min(config.batch_size, num_requests)
+        if config.drafter is None:
+            return Writer(
+                self.target,
+                batch_size=batch_size,
+                max_new_tokens=config.max_new_tokens,
+                stop_ids=self.target.eos_token_ids,
+                top_p=config.top_p,
+                record=config.keep_states,
+            )
+        drafter = load_drafter(config.drafter, self.target)
+        assert drafter is not None, "null is no drafter"
+        return SpeculativeWriter(
             self.target,
-            batch_size=min(self.config.batch_size, num_requests),
-            max_new_tokens=self.config.max_new_tokens,
-            stop_ids=self.target.eos_token_ids,
-            top_p=self.config.top_p,
-            record=self.config.keep_states,
+            drafter,
+            batch_size=batch_size,
+            max_new_tokens=config.max_new_tokens,
+            num_draft_tokens=config.num_draft_tokens,
+            top_p=config.top_p,
+            record=config.keep_states,
         )
 
 

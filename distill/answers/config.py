@@ -71,6 +71,9 @@ class AnswersConfig:
         max_tokens: no answer is begun once so many tokens are written; null = all prompts.
         max_seconds: no answer is begun after this time; null = no limit.
         batch_size: answers written at once.
+        drafter: "lookup", or a drafter folder for this target, to write with; null = plainly, which
+            is faster in large batches. Sampled answers are others with it.
+        num_draft_tokens: drafted a round.
         keep_states: record the target's last hidden states while it writes; without them, a signal
             is computed afterwards (signals.form).
         hidden_dtype: of the target's last hidden states, from which the losses have its exact
@@ -89,6 +92,8 @@ class AnswersConfig:
     max_tokens: int | None = None
     max_seconds: float | None = None
     batch_size: int = 64
+    drafter: str | None = None
+    num_draft_tokens: int = 3
     keep_states: bool = True
     hidden_dtype: HiddenDtype = HiddenDtype.float16
     shard_tokens: int = 16384
@@ -101,10 +106,15 @@ class AnswersConfig:
                 f"answers.temperatures must be one or more numbers from 0 (greedy) on, got "
                 f"{self.temperatures}"
             )
+        if self.drafter is not None and self.server.url is not None:
+            raise ValueError(
+                "answers.drafter and answers.server.url contradict each other: a server drafts by "
+                "its own settings"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"answers.top_p must be in (0, 1], got {self.top_p}")
         counts = ("samples_per_prompt", "max_new_tokens", "max_prompt_tokens", "batch_size")
-        counts += ("shard_tokens",)
+        counts += ("num_draft_tokens", "shard_tokens")
         for name in (*counts, "max_tokens", "max_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:

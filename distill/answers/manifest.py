@@ -6,12 +6,14 @@ are or how long the job may take: a folder can be continued with more. Nothing o
 so changing a learning rate reuses the answers.
 """
 
+from pathlib import Path
 from typing import Any
 
 from distill.answers.config import AnswersConfig
 from distill.answers.served import ServedTarget
 from distill.manifests import FolderKind, Manifest, fingerprint
 from distill.templates import ChatTemplate
+from specdec_runtime.fingerprint import folder_fingerprint
 from specdec_runtime.target import Target
 from specdec_runtime.tokenizers import tokenizer_hash
 
@@ -22,6 +24,7 @@ ANSWERS = FolderKind("answers", format_version=1)
 
 def make_manifest(target: Target, template: ChatTemplate, config: AnswersConfig) -> Manifest:
     """Everything that decides the answers, readable and in JSON's own types."""
+    helped = {"drafter": _drafter_identity(config.drafter)} if config.drafter else {}
     return {
         "format_version": ANSWERS.format_version,
         "target": target.name,
@@ -32,8 +35,14 @@ def make_manifest(target: Target, template: ChatTemplate, config: AnswersConfig)
         "real_vocab_size": target.real_vocab_size,
         "hidden_size": target.model.hidden_size,
         "hidden_dtype": config.hidden_dtype.value,
+        **helped,
         **_text_and_sampling(target, template, config),
     }
+
+
+def _drafter_identity(spec: str) -> str:
+    """The drafter with which sampled answers are what they are; where it lies does not count."""
+    return folder_fingerprint(Path(spec)) if Path(spec).is_dir() else spec
 
 
 def make_served_manifest(
