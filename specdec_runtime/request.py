@@ -17,6 +17,24 @@ from specdec_runtime.target import Target
 
 # Arguments of transformers' `generate` that mean another algorithm, and the value that is no-op.
 _ONE_SEQUENCE = {"num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1}
+# Those that have another place here, and which.
+_ELSEWHERE = {
+    "assistant_model": "give SpeculativeDecoder a drafter",
+    "prompt_lookup_num_tokens": 'give SpeculativeDecoder the drafter "lookup" of load_drafter',
+    "assistant_early_exit": 'give SpeculativeDecoder the drafter "early_exit" of load_drafter',
+    "num_assistant_tokens": "give SpeculativeDecoder num_draft_tokens",
+    "max_length": "give max_new_tokens, which leaves the prompt out",
+    "logits_processor": "give logits_processors, a list",
+    "generation_config": "give its settings by name",
+    "cache_implementation": "the loop owns its cache; load_target with engine='compiled' has "
+    "buffers of fixed size",
+    "past_key_values": "the loop owns its cache; give the whole prompt",
+    "use_cache": "the loop always caches",
+    "attention_mask": "prompts are lists of their own lengths, without padding",
+    "inputs_embeds": "prompts are texts or token ids",
+    "pixel_values": "the target reads text alone",
+    "input_features": "the target reads text alone",
+}
 _SAMPLING = {setting.name for setting in fields(SamplingSettings)}
 
 
@@ -43,9 +61,16 @@ def check_request(
     sampling: Mapping[str, Any],
 ) -> Request:
     """Everything a decoding needs, or a ValueError that says what to change."""
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}, expected at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}, expected a number of at least 1")
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one text, expected a list of prompts: put it in brackets")
     settings = _checked_settings(sampling, target)
+    if settings.min_new_tokens > max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens={settings.min_new_tokens} contradicts max_new_tokens="
+            f"{max_new_tokens}: lower the one or raise the other"
+        )
     encoded = [_checked_prompt(target, prompt, row) for row, prompt in enumerate(prompts)]
     if not encoded:
         raise ValueError("no prompts were given, expected at least one")
@@ -81,6 +106,8 @@ def _checked_settings(sampling: Mapping[str, Any], target: Target) -> SamplingSe
             )
     do_sample = given.pop("do_sample", None)
     for name in given:
+        if name in _ELSEWHERE:
+            raise ValueError(f"{name} is no argument of generate here: {_ELSEWHERE[name]}")
         if name not in _SAMPLING:
             near = difflib.get_close_matches(name, _SAMPLING, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""

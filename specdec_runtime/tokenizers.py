@@ -7,6 +7,13 @@ target are compared id by id: the same string for every id, the same special tok
 import hashlib
 from typing import Any
 
+# Leading spaces, code with newlines and tabs, letters outside ASCII.
+_PROBES = (
+    "  two spaces ahead",
+    "def f(x):\n\treturn x  # 1\n\n",
+    "na\u00efve \u4f60\u597d \U0001f642",
+)
+
 
 def real_vocab_size(tokenizer: Any) -> int:
     """One more than the largest id with a string; rows of a head beyond it are padding."""
@@ -33,6 +40,22 @@ def template_hash(tokenizer: Any) -> str:
     """SHA-256 of the chat template, "" where there is none."""
     template = getattr(tokenizer, "chat_template", None)
     return hashlib.sha256(template.encode()).hexdigest() if template else ""
+
+
+def check_round_trip(tokenizer: Any) -> None:
+    """Raise a ValueError naming the first of a few texts that does not survive the tokenizer.
+
+    What goes in comes out with a tokenizer that was loaded as it was made; spaces lost after an
+    upgrade of a library show here, not in the vocabulary.
+    """
+    for text in _PROBES:
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        found = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        if found != text:
+            raise ValueError(
+                f"the tokenizer turns {text!r} into {found!r}: expected the same text back; load "
+                "it with the version of transformers that it was made with, or convert it anew"
+            )
 
 
 def check_same_tokenizer(draft: Any, target: Any) -> None:

@@ -32,6 +32,11 @@ class Rule(Enum):
     speculative = "speculative"  # token by token
     block = "block"  # the whole chain at once: never fewer tokens in expectation
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Rule":
+        names = " or ".join(rule.value for rule in cls)
+        raise ValueError(f"rule is {value!r}, expected {names}")
+
 
 class Verdict(NamedTuple):
     """What becomes of one round's drafts, row by row, on the host."""
@@ -98,16 +103,13 @@ class Verifier:
         token_ids = torch.tensor([[tokens[-1]] for tokens in committed])
         if draft.token_ids.shape[1]:
             token_ids = torch.cat([token_ids.to(draft.token_ids.device), draft.token_ids], dim=1)
-        layers = None
-        if draft.exit_layer is not None:
-            layers = (draft.exit_layer, self._model.num_layers)
         output = self._model.forward(
             token_ids,
             self._cache,
             num_new=draft.num_drafted + 1,
             rows=rows,
             hidden_layers=self._hidden_layers,
-            layers=layers,
+            layers=self._layers_left(draft),
             hidden_in=draft.exit_hidden,
         )
         assert output.logits is not None
@@ -164,6 +166,8 @@ class Verifier:
             positions=torch.tensor(starts)[:, None] + inputs.depths.cpu(),
             visible=inputs.visible,
             hidden_layers=self._hidden_layers,
+            layers=self._layers_left(draft),
+            hidden_in=draft.exit_hidden,
         )
         logits = output.logits
         assert logits is not None
@@ -189,6 +193,10 @@ class Verifier:
             inputs.depths.amax(dim=1).tolist(),
             {k: _along(hidden, kept_nodes) for k, hidden in output.hidden.items()},
         )
+
+    def _layers_left(self, draft: Draft) -> tuple[int, int] | None:
+        """The layers that have not seen the draft yet; None = all."""
+        return None if draft.exit_layer is None else (draft.exit_layer, self._model.num_layers)
 
     def _first_tokens(self, logits: Tensor, rows: list[int], prompts: list[list[int]]) -> Tensor:
         histories = prompts if self._sampler.needs_history else None

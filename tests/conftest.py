@@ -1,6 +1,7 @@
 """Tiny random models and a byte tokenizer, made in memory: no test needs a network."""
 
 import os
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -32,6 +33,18 @@ def tiny_llama(seed: int, *, num_layers: int = 2, vocab_size: int = VOCAB_SIZE) 
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def plain_greedy(
+    module: PreTrainedModel, prompts: list[list[int]], num_tokens: int, **arguments: Any
+) -> list[list[int]]:
+    """New tokens of transformers' own greedy decoding, which pads on the left."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    settings = {"do_sample": False, "max_new_tokens": num_tokens, "pad_token_id": 0}
+    output = module.generate(ids, attention_mask=mask, **settings, **arguments)
+    return output[:, width:].tolist()
 
 
 @pytest.fixture(scope="session")

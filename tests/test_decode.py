@@ -2,146 +2,18 @@
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
 
-from specdec_runtime import native
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import ConfidenceThreshold
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
-from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target
-from tests.conftest import tiny_llama
+from tests.conftest import plain_greedy, tiny_llama
 from tests.table_model import ScriptedDrafter, TableModel
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], list(range(20, 37)), [3, 60, 3, 60, 3]]
-NEVER = 63  # the useless drafter's token; no model below emits it (asserted)
-SHAPE = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.3,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-
-
-def make(kind, **settings):
-    torch.manual_seed(3)
-    if kind == "llama":
-        return tiny_llama(0)
-    if kind == "gemma3":
-        layer_types = ["sliding_attention", "full_attention"]
-        config = Gemma3TextConfig(**SHAPE, sliding_window=8, layer_types=layer_types, **settings)
-        return Gemma3ForCausalLM(config).eval()
-    return Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
-
-
-def plain_greedy(module, prompts, num_tokens):
-    """transformers' own greedy decoding; it pads on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    output = module.generate(
-        ids, attention_mask=mask, do_sample=False, max_new_tokens=num_tokens, pad_token_id=0
-    )
-    answers = output[:, width:].tolist()
-    # generate fills rows that ended with padding.
-    return [answer[: answer.index(2) + 1] if 2 in answer else answer for answer in answers]
-
-
-@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen3"])
-def case(request):
-    """(module, what transformers' generate says) per kind of model: 200 or 60 tokens."""
-    module = make(request.param)
-    # A token that no text holds, so that the useless drafter is useless in every round.
-    with torch.no_grad():
-        module.get_output_embeddings().weight[NEVER] = 0.0
-    answers = plain_greedy(module, PROMPTS, 200 if request.param == "llama" else 60)
-    assert all(NEVER not in answer for answer in answers)
-    return module, answers
-
-
-DRAFT_LENGTHS = {"perfect": (2, 8), "useless": (4,), "half-right": (1, 2, 4, 8)}
-
-
-@pytest.mark.parametrize("quality", DRAFT_LENGTHS)
-def test_greedy_text_is_the_targets_own_for_any_drafter_and_length(case, quality):
-    module, answers = case
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    drafter = ScriptedDrafter.knowing(texts, kind=quality, wrong=NEVER)
-    for num_draft_tokens in DRAFT_LENGTHS[quality]:
-        decoder = SpeculativeDecoder(module, drafter, num_draft_tokens=num_draft_tokens)
-        num_tokens = 60 if quality == "useless" else max(map(len, answers))
-        generation = decoder.generate(PROMPTS, max_new_tokens=num_tokens)
-        assert generation.token_ids == [answer[:num_tokens] for answer in answers]
-        if quality != "half-right":
-            assert generation.stats.acceptance_rate == (1.0 if quality == "perfect" else 0.0)
-    alone = SpeculativeDecoder(module, drafter, num_draft_tokens=4)
-    for prompt, answer in zip(PROMPTS[:2], answers, strict=False):
-        text = alone.generate([prompt], max_new_tokens=20).token_ids[0]
-        assert text == answer[:20]
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_roll_back_is_exact_before_at_and_after_the_window_fills(implementation):
-    module = make("gemma3", attn_implementation=implementation)
-    prompt = [5, 6, 7, 8, 9, 10]  # window 8
-    answer = plain_greedy(module, [prompt], 40)[0]
-    drafter = ScriptedDrafter.knowing([prompt + answer], kind="half-right", wrong=NEVER)
-    decoder = SpeculativeDecoder(module, drafter, num_draft_tokens=4)
-    assert decoder.generate([prompt], max_new_tokens=40).token_ids == [answer]
-
-
-def test_cached_keys_after_every_round_equal_a_fresh_prefill(case):
-    module, answers = case
-    texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    drafter = ScriptedDrafter.knowing(texts, kind="half-right", wrong=NEVER)
-    decoding = SpeculativeDecoder(module, drafter, num_draft_tokens=4)._begin(
-        PROMPTS, max_new_tokens=16
-    )
-    decoding.prefill()
-    while decoding.active:
-        decoding.round()
-        for row in decoding.active:
-            assert_fresh(decoding.target.model, decoding.cache, row.index, row.tokens[:-1])
-
-
-def assert_fresh(model, cache, row, tokens):
-    """The cache of `row` holds exactly the keys and values of `tokens`, to rounding."""
-    assert int(cache.lengths[row]) == len(tokens)
-    fresh = model.new_cache(1, len(tokens))
-    model.forward(torch.tensor([tokens]), fresh, logits=False)
-    for layer in range(model.num_layers):
-        for held, expected in zip(
-            cache.keys_values(layer, row), fresh.keys_values(layer, 0), strict=True
-        ):
-            torch.testing.assert_close(held, expected, rtol=0, atol=1e-5 * held.abs().max().item())
-
-
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 4, 8])
-@pytest.mark.parametrize("engine", ["eager", "native"])
-def test_a_copy_of_the_target_is_accepted_in_every_round(engine, num_draft_tokens):
-    module = tiny_llama(0, num_layers=1)
-    if engine == "native" and not native.available():
-        pytest.skip(native.unavailable_reason())
-    model = HFModel(module) if engine == "eager" else native.NativeModel.from_hf(module)
-    num_tokens = 500 if engine == "native" else 80
-    decoder = SpeculativeDecoder(
-        Target(model=model), CausalLMDrafter(model), num_draft_tokens=num_draft_tokens
-    )
-    generation = decoder.generate([[5, 6, 7]], max_new_tokens=num_tokens)
-    assert all(entry.accepted == entry.drafted for entry in generation.rounds)
-    assert generation.stats.acceptance_rate == 1.0
-    # All but the token of the prefill come in rounds of K + 1.
-    assert len(generation.rounds) == -(-(num_tokens - 1) // (num_draft_tokens + 1))
+NEVER = 63  # the token of a drafter that is wrong
 
 
 def test_the_drafters_cache_holds_what_was_kept_and_drafts_as_without_a_cache():
@@ -201,6 +73,38 @@ def test_every_row_of_a_batch_decodes_as_it_does_alone(make_drafter):
         alone = decoder.generate([prompt], max_new_tokens=14, **arguments)
         assert together.token_ids[row] == alone.token_ids[0]
         assert together.row_stats[row] == alone.row_stats[0]
+
+
+def test_rows_of_other_lengths_qualities_and_ends_decode_as_alone():
+    # Case E1: prompts of 3, 9 and 17 tokens, a drafter of another quality for each.
+    module, prompts = tiny_llama(0), PROMPTS[:3]
+    module.generation_config.eos_token_id = None
+    answers = plain_greedy(module, prompts, 40)
+    end = next(
+        token
+        for place, token in enumerate(answers[1])
+        if place >= 6 and token not in answers[0] + answers[1][:place] + answers[2]
+    )
+    kinds = ["half-right", "perfect", "useless"]
+    texts = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
+    drafters = [
+        ScriptedDrafter.knowing([text], kind=kind, wrong=NEVER)
+        for text, kind in zip(texts, kinds, strict=True)
+    ]
+
+    def next_token(prefix, position):
+        row = next(row for row, text in enumerate(texts) if text[: len(prefix)] == prefix)
+        return drafters[row].next_token(prefix, position)
+
+    decoder = SpeculativeDecoder(module, ScriptedDrafter(next_token), num_draft_tokens=4)
+    arguments = {"max_new_tokens": 40, "eos_token_id": end}
+    together = decoder.generate(prompts, **arguments)
+    assert together.finish_reasons == ["length", "eos", "length"]
+    for row, prompt in enumerate(prompts):
+        alone = decoder.generate([prompt], **arguments)
+        assert together.token_ids[row] == alone.token_ids[0]
+        assert together.row_stats[row] == alone.row_stats[0]
+        assert alone.token_ids[0] == answers[row][: len(alone.token_ids[0])]
 
 
 def test_a_row_that_ends_early_leaves_the_others_alone_and_its_passes_out():
@@ -339,7 +243,14 @@ BAD_REQUESTS = [
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ({"num_beams": 4}, "num_beams=4.*one sequence a prompt"),
     ({"num_return_sequences": 2}, "num_return_sequences=2"),
-    ({"pixel_values": 1}, "unknown argument 'pixel_values'"),
+    ({"pixel_values": 1}, "pixel_values is no argument.*reads text alone"),
+    ({"image_sizes": 1}, "unknown argument 'image_sizes'"),
+    ({"cache_implementation": "quantized"}, "cache_implementation.*owns its cache"),
+    ({"assistant_model": 1}, "assistant_model.*give SpeculativeDecoder a drafter"),
+    ({"max_length": 9}, "max_length.*give max_new_tokens"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+    ({"max_new_tokens": 3, "min_new_tokens": 4}, "min_new_tokens=4 contradicts max_new_tokens=3"),
+    ({"num_beams": 4, "temperature": 1.0}, "num_beams=4"),
     ({"temprature": 1.0}, "did you mean temperature"),
     ({"do_sample": True, "temperature": 0.0}, "do_sample=True contradicts temperature"),
     ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature"),
@@ -364,6 +275,8 @@ def test_bad_arguments_are_refused_before_any_pass(arguments, message):
         ([[1, 99]], "token id 99.*0 to 7"),
         ([[1] * 20], "prompt 0 has 20 tokens.*takes 16"),
         (["text"], "need the target's tokenizer"),
+        ("text", "prompts is one text, expected a list"),
+        ([3, 4], "prompt 0 is a int"),
         ([{"image": 1}], "prompt 0 is a dict"),
     ],
 )
@@ -374,38 +287,16 @@ def test_bad_prompts_are_refused_before_any_pass(prompts, message):
     assert model.num_passes == 0
 
 
-def test_a_negative_draft_length_is_refused():
-    with pytest.raises(ValueError, match="num_draft_tokens is -1"):
-        SpeculativeDecoder(TableModel.reciting([1, 2], 8), num_draft_tokens=-1)
-
-
-@pytest.mark.parametrize("help_", ["assistant", "prompt lookup", "early exit"])
-def test_transformers_own_speculation_agrees(help_):
-    module, draft = tiny_llama(0), tiny_llama(1, num_layers=1)
-    prompt = PROMPTS[3]
-    theirs, ours = {
-        "assistant": ({"assistant_model": draft}, CausalLMDrafter(HFModel(draft))),
-        "prompt lookup": ({"prompt_lookup_num_tokens": 3}, PromptLookupDrafter()),
-        "early exit": (
-            {"assistant_early_exit": 1},
-            EarlyExitDrafter(HFModel(module), exit_layer=1),
-        ),
-    }[help_]
-    ids = torch.tensor([prompt])
-    expected = module.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=24,
-        pad_token_id=0,
-        **theirs,
-    )[0, len(prompt) :].tolist()
-    target = Target(model=ours.model if help_ == "early exit" else HFModel(module))
-    target.eos_token_ids = (2,)
-    generation = SpeculativeDecoder(target, ours, num_draft_tokens=3).generate(
-        [prompt], max_new_tokens=24
-    )
-    assert generation.token_ids[0] == expected
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
+        ({"rule": "greedy"}, "rule is 'greedy', expected speculative or block"),
+    ],
+)
+def test_a_bad_decoder_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SpeculativeDecoder(TableModel.reciting([1, 2], 8), **settings)
 
 
 class Int8Linear(torch.nn.Module):
