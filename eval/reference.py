@@ -39,7 +39,7 @@ class Reference:
     @property
     def is_available(self) -> bool:
         """False for a target in memory that was converted for the C++ engine."""
-        return hasattr(self._target.model, "module") or bool(self._target.name)
+        return hasattr(self._target.model, "module") or bool(self._target.source)
 
     def module(self, dtype: str) -> Any:
         """The model in "float32" or in "auto" = the stored dtype."""
@@ -47,7 +47,7 @@ class Reference:
             return self._target.model.module
         if dtype not in self._loaded:
             self._loaded[dtype] = load_module(
-                self._target.name,
+                self._target.source,
                 dtype=dtype,
                 device=self._target.model.device,
                 revision=self._target.revision or None,

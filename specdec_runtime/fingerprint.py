@@ -38,11 +38,6 @@ def folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def file_fingerprint(path: Path) -> str:
-    """Hex digest of one weight file (GGUF)."""
-    return hashlib.sha256(_sampled(path, 0, path.stat().st_size)).hexdigest()
-
-
 def _tensor_samples(path: Path) -> dict[str, bytes]:
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")

@@ -4,9 +4,7 @@ Everything transformers loads is a target: hub ids, folders, GGUF files, quantis
 spread by `device_map`. The distribution that is kept is that of the target as loaded.
 """
 
-import glob
 import importlib
-import os
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +16,9 @@ from transformers.utils import cached_file
 from specdec_runtime import drafters
 from specdec_runtime.draft import Drafter
 from specdec_runtime.engines import Engine, make_model
-from specdec_runtime.fingerprint import file_fingerprint, folder_fingerprint
+from specdec_runtime.fingerprint import folder_fingerprint
 from specdec_runtime.formats import check_target, is_drafter_folder, read_manifest
+from specdec_runtime.model_names import portable_name, resolve_model
 from specdec_runtime.pretrained import load_module, load_tokenizer
 from specdec_runtime.target import Target, end_of_text_ids
 from specdec_runtime.tokenizers import real_vocab_size, tokenizer_hash, unused_token_ids
@@ -39,8 +38,8 @@ def load_target(
     """Load the model whose output is to be kept exactly.
 
     Args:
-        name: hub id, folder, GGUF file, or the name of a target that Draftloop has installed in
-            the user's cache.
+        name: hub id, folder, GGUF file, or a target that Draftloop brings along ("tiny-random",
+            "smollm2-135m-instruct"); see `resolve_model`.
         dtype: "auto" = as stored; on CUDA bfloat16 where float32 is stored.
         device: "auto" = CUDA if present, else CPU.
         engine: see `Engine`.
@@ -51,12 +50,12 @@ def load_target(
     Raises:
         ValueError: if there is no such model, no tokenizer, or it cannot be decoded here.
     """
-    name = _installed(name)
+    source = resolve_model(name)
     module = load_module(
-        name, dtype=dtype, device=device, revision=revision, model_arguments=model_arguments
+        source, dtype=dtype, device=device, revision=revision, model_arguments=model_arguments
     )
-    tokenizer = load_tokenizer(name, revision=revision)
-    folder = _local_folder(name, revision)
+    tokenizer = load_tokenizer(source, revision=revision)
+    folder = _local_folder(source, revision)
     model = make_model(module, engine=engine)
     real = real_vocab_size(tokenizer)
     if real > model.vocab_size:
@@ -64,13 +63,13 @@ def load_target(
             f"{name}: the tokenizer has ids up to {real - 1}, the model only {model.vocab_size} "
             "rows: expected the model's own tokenizer"
         )
-    is_file = folder.is_file()
     return Target(
         model=model,
         tokenizer=tokenizer,
-        name=str(name),
+        name=portable_name(name),
+        source=source,
         revision=_revision(folder),
-        fingerprint=file_fingerprint(folder) if is_file else folder_fingerprint(folder),
+        fingerprint=folder_fingerprint(folder),
         eos_token_ids=end_of_text_ids(module.generation_config, module.config),
         real_vocab_size=real,
         unused_token_ids=unused_token_ids(tokenizer),
@@ -126,22 +125,11 @@ def _kind_module(kind: str) -> Any:
     return importlib.import_module(f"specdec_runtime.drafters.{kind}")
 
 
-def _installed(name: str | Path) -> str | Path:
-    """The newest folder that `distill` has converted under this name; else the name itself."""
-    if Path(name).exists() or "/" in str(name):
-        return name
-    root = os.environ.get("DRAFTLOOP_CACHE")
-    xdg = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folders = Path(root) if root else xdg / "draftloop"
-    found = sorted((folders / "targets").glob(f"{glob.escape(str(name))}-v*"))
-    return next((folder for folder in reversed(found) if folder.is_dir()), name)
-
-
-def _local_folder(name: str | Path, revision: str | None) -> Path:
-    """Where the weights lie on this machine: a folder, or a GGUF file."""
+def _local_folder(name: str, revision: str | None) -> Path:
+    """Where the weights lie on this machine."""
     if Path(name).exists():
         return Path(name)
-    config = cached_file(str(name), "config.json", revision=revision or "main")
+    config = cached_file(name, "config.json", revision=revision or "main")
     assert config is not None, "the model has just been loaded from there"
     return Path(config).parent
 

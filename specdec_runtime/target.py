@@ -16,7 +16,8 @@ class Target:
     Attributes:
         model: ready to decode.
         tokenizer: a transformers tokenizer; None for bare models, which take and give ids only.
-        name: hub id or folder it came from; "" for a model in memory.
+        name: what it is called: a hub id, an embedded name, or a path; "" for a model in memory.
+        source: the folder or hub id that transformers loads it from; "" likewise.
         revision: commit of the hub repository, where known.
         fingerprint: hash of configuration and weights (see fingerprint.py); "" if not taken.
         eos_token_ids: ids that end a text.
@@ -27,6 +28,7 @@ class Target:
     model: CausalModel
     tokenizer: Any = None
     name: str = ""
+    source: str = ""
     revision: str = ""
     fingerprint: str = ""
     eos_token_ids: tuple[int, ...] = ()

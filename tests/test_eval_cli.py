@@ -27,8 +27,8 @@ from eval.suites import EvalPrompt, encode, fitting, read_questions, spread, wri
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.formats import DrafterManifest, TargetRecord, write_drafter
 from specdec_runtime.target import as_target
+from specdec_runtime.tiny_target import byte_tokenizer, random_llama
 from tests.conftest import tiny_llama
-from train.tiny_target import byte_tokenizer, random_llama
 
 SMALL = {
     "num_prompts": 2,

@@ -12,10 +12,10 @@ RUNTIME = {"torch", "transformers", "safetensors", "numpy", "rich"}
 DATA = RUNTIME | {"datasets"}
 ALLOWED = {  # package -> what it may import besides itself and the standard library
     "conf": set(),
-    "specdec_runtime": RUNTIME | {"cpp_build"},
-    "distill": DATA | {"specdec_runtime", "gguf", "reasoning_gym", "tokenizers"},
+    "specdec_runtime": RUNTIME | {"cpp_build", "gguf", "tokenizers"},
+    "distill": DATA | {"specdec_runtime", "reasoning_gym"},
     "eval": DATA | {"specdec_runtime"},
-    "train": RUNTIME | {"specdec_runtime", "distill", "eval", "accelerate", "peft", "tokenizers"},
+    "train": RUNTIME | {"specdec_runtime", "distill", "eval", "accelerate", "peft"},
 }
 # What only a few files may import, so that the rest is usable without it.
 ENTRY_POINTS = ("cli", "cli_errors", "config", "__main__")

@@ -53,7 +53,7 @@ class Start:
 def start_drafter(job: Job, material: Material) -> Start:
     """Makes the drafter, or makes it again as it was when the run started."""
     draft, target = job.config.draft, material.target
-    module_of_target = load_module(material.source, device="cpu")
+    module_of_target = load_module(target.source, device="cpu")
     vocab = draft_vocab(material, draft.draft_vocab_size)
     module = causal_lm.make_module(module_of_target, draft.layers)
     head = TargetHead.of(module_of_target, vocab, real_vocab_size=target.real_vocab_size)

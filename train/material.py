@@ -13,14 +13,12 @@ from distill.answers import AnswerSet, write_answers
 from distill.answers.manifest import fingerprint, make_manifest
 from distill.prompts import Prompt, PromptSets, load_prompts, read_own
 from distill.self_prompts import self_prompts
-from distill.target_folder import resolve_target
 from distill.templates import ChatTemplate
 from eval.suites import EvalPrompt
 from specdec_runtime.assets import cache_folder
 from specdec_runtime.loading import load_target
+from specdec_runtime.model_names import resolve_model
 from specdec_runtime.target import Target
-from train import tiny_target
-from train.config import TargetConfig
 from train.job import Job
 from train.processes import on_main
 from train.run_dir import write_atomically
@@ -31,9 +29,6 @@ HELD_OUT = "held_out"  # the suite of the same kinds as the training prompts
 
 @dataclass(frozen=True)
 class Material:
-    """`source` is the folder or hub id that the target was loaded from."""
-
-    source: str
     target: Target
     template: ChatTemplate
     prompts: PromptSets
@@ -73,9 +68,9 @@ def prepare(job: Job) -> Material:
     own = on_main(job.accelerator, lambda: read_own(config.prompts))
     with job.progress("target") as progress:
         progress.update(0, None, config.target.model)
-        source = on_main(job.accelerator, lambda: target_source(config.target))
+        on_main(job.accelerator, lambda: resolve_model(config.target.model))  # one fetches
         target = load_target(
-            source,
+            config.target.model,
             dtype=config.target.dtype,
             device=job.accelerator.device,
             engine=config.target.engine,
@@ -87,14 +82,7 @@ def prepare(job: Job) -> Material:
     folder, ids = on_main(job.accelerator, lambda: _write_answers(job, target, template, prompts))
     answers = AnswerSet.read(folder, order=ids)
     job.say(f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, in {folder}")
-    return Material(source, target, template, prompts, answers)
-
-
-def target_source(config: TargetConfig) -> str:
-    """A folder that is complete, or a hub id."""
-    if config.model == tiny_target.NAME:
-        return str(tiny_target.tiny_target())
-    return resolve_target(config.model)
+    return Material(target, template, prompts, answers)
 
 
 def _prompts(

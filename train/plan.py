@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from distill.target_folder import DEFAULT_TARGET
 from specdec_runtime.assets import cache_folder
+from specdec_runtime.model_names import DEFAULT_TARGET, TINY_TARGET
 from train.config import TrainConfig
 from train.precision import matmul_flops_per_s
 from train.progress import duration
 from train.provenance import cpu_name
-from train.tiny_target import NAME
 
 COPY_BYTES = 64 << 20  # larger than the last-level cache that a virtual core gets
 # Measured: share of the matrix rate that small products of a decoder reach.
@@ -28,7 +27,7 @@ BYTES_EACH = 2  # of a stored weight
 FETCH_S, LOAD_S = 60.0, 3.0  # of the embedded target: download and conversion; afterwards
 # Guesses: tokens of a user turn that the target writes, and turns for one that is kept.
 SELF_PROMPT_TOKENS, SELF_PROMPT_ATTEMPTS = 48, 1.5
-KNOWN_PARAMETERS = {DEFAULT_TARGET: 134_515_008, NAME: 165_000}
+KNOWN_PARAMETERS = {DEFAULT_TARGET: 134_515_008, TINY_TARGET: 165_000}
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ def _manifest(config: TrainConfig, material: Material) -> DrafterManifest:
     return manifest_for(
         material.target,
         kind=KIND,
-        target_name=material.source,
+        target_name=material.target.name,
         training_data_fingerprint=material.answers.fingerprint,
         num_draft_tokens=config.acceptance.num_draft_tokens,
         template_options=dict(config.target.template_options),

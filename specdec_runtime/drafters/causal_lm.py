@@ -21,6 +21,7 @@ from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.formats import read_draft_vocab
 from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.model_names import resolve_model
 from specdec_runtime.pretrained import load_module, load_tokenizer
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
@@ -102,6 +103,7 @@ def load(
         raise ValueError("a causal_lm drafter needs a model: give its folder or hub id")
     if target.tokenizer is None:
         raise ValueError("the target has no tokenizer to compare the drafter's with: load_target")
+    folder = resolve_model(folder)
     check_same_tokenizer(load_tokenizer(folder), target.tokenizer)
     module = load_module(folder, device=target.model.device)
     return CausalLMDrafter.from_module(

@@ -21,6 +21,7 @@ from specdec_runtime.draft import Draft, chains
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.model_names import resolve_model
 from specdec_runtime.pretrained import load_module, load_tokenizer
 from specdec_runtime.retokenized import Retokenized
 from specdec_runtime.sampling import Sampler
@@ -85,6 +86,7 @@ def load(
         raise ValueError("a cross_tokenizer drafter needs a model: cross_tokenizer:FOLDER_OR_ID")
     if target.tokenizer is None:
         raise ValueError("a cross_tokenizer drafter needs the target's tokenizer: use load_target")
+    folder = resolve_model(folder)
     module = load_module(folder, device=target.model.device)
     return CrossTokenizerDrafter(
         make_model(module, engine=engine), load_tokenizer(folder), target.tokenizer, **settings

@@ -60,6 +60,24 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 }
 _NORMALIZERS = {"qwen2": normalizers.NFC}
 _WHOLE_WORDS_FIRST = {"llama-bpe"}  # a word that is a token is not merged up from its bytes
+# Where the splits above differ: digits, contractions, newlines, spaces, letters of other alphabets.
+_PROBE = (
+    "It's 2024, I'LL pay 12345.67!\n\n1. a  b\r\n\tx = y**2  # na\u00efve \u4f60\u597d\n   \n 3rd "
+)
+
+
+def pre_tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What llama.cpp calls the way in which a byte-level tokenizer splits text; None if unknown."""
+    own = tokenizer.backend_tokenizer.pre_tokenizer
+    if own is None:
+        return None
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    for name, make in _PRE_TOKENIZERS.items():
+        if make().pre_tokenize_str(_PROBE) != own.pre_tokenize_str(_PROBE):
+            continue
+        if (normalizer is not None) == (name in _NORMALIZERS):
+            return name
+    return None
 
 
 def gguf_tokenizer(path: Path, fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:

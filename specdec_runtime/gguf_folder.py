@@ -1,14 +1,10 @@
-"""From what a user calls a target to a plain Hugging Face folder.
+"""GGUF files as plain Hugging Face folders: weights in one dtype, the tokenizer repaired.
 
-`resolve_target` takes the name of the embedded default, a hub id, a local folder or a GGUF file.
-GGUF files are converted once into the user's cache: weights in bfloat16, the tokenizer repaired
-(gguf_tokenizer.py), and no trace of the conversion left in the configuration, so that any program
-reads the folder. A folder appears under its name only when it is complete.
+No trace of the conversion is left in the configuration, so that any program reads the folder. It
+appears under its name only when it is complete.
 """
 
-import hashlib
 import json
-import logging
 import os
 import tempfile
 from pathlib import Path
@@ -17,72 +13,15 @@ import torch
 from gguf import GGUFReader
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from distill.gguf_tokenizer import gguf_tokenizer
-from distill.gguf_weights import LOADER_KEYS, gguf_model
-from specdec_runtime.assets import SMOLLM2, cache_folder, fetch
-from specdec_runtime.file_lock import exclusive
+from specdec_runtime.gguf_tokenizer import gguf_tokenizer
+from specdec_runtime.gguf_weights import LOADER_KEYS, gguf_model
 
-log = logging.getLogger(__name__)
-
-DEFAULT_TARGET = "smollm2-135m-instruct"
-# Part of the cached folder's name: what an older converter wrote is not reused.
-_CONVERTER_VERSION = 1
 _PROBES = (
     "Hello, world",
     "1. one\n\n2. two  3",
     "def f(x):\n    return x**2\n",
     "na\u00efve \u4f60\u597d",
 )
-
-
-def resolve_target(name: str) -> str:
-    """A local folder, or a hub id handed through unchanged.
-
-    Args:
-        name: "smollm2-135m-instruct", a hub id, a folder, or the path of a .gguf file.
-
-    Raises:
-        ValueError: if a folder or file does not exist or lacks what a target needs.
-    """
-    if name == DEFAULT_TARGET:
-        return str(_converted(fetch(SMOLLM2), DEFAULT_TARGET))
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ValueError(f"target.model={name}: no such file")
-        return str(_converted(path, f"{path.stem}-{_digest(path)}"))
-    if path.is_dir():
-        check_folder(path)
-        return str(path)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(
-            f"target.model={name}: no such folder; expected a folder, a .gguf file, a hub id "
-            f"(owner/name) or {DEFAULT_TARGET!r}"
-        )
-    return name
-
-
-def check_folder(folder: Path) -> None:
-    """Whether a folder holds a whole target: configuration, weights and tokenizer.
-
-    Raises:
-        ValueError: naming what is missing.
-    """
-    wanted = {
-        "configuration (config.json)": ["config.json"],
-        "weights (*.safetensors)": ["*.safetensors", "pytorch_model*.bin"],
-        "tokenizer (tokenizer.json)": ["tokenizer.json", "tokenizer.model", "vocab.json"],
-    }
-    missing = [
-        what
-        for what, patterns in wanted.items()
-        if not any(any(folder.glob(pattern)) for pattern in patterns)
-    ]
-    if missing:
-        raise ValueError(
-            f"target.model={folder} has no {' and no '.join(missing)}: expected a complete Hugging "
-            "Face model folder, as save_pretrained of model and tokenizer writes it"
-        )
 
 
 def convert_gguf(source: Path, folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -119,17 +58,6 @@ def convert_gguf(source: Path, folder: Path, *, dtype: torch.dtype = torch.bfloa
     _fsync(folder.parent)
 
 
-def _converted(source: Path, name: str) -> Path:
-    folder = cache_folder() / "targets" / f"{name}-v{_CONVERTER_VERSION}"
-    if folder.is_dir():
-        return folder
-    with exclusive(folder.parent / f"{folder.name}.lock"):
-        if not folder.is_dir():
-            log.info("converting %s to a Hugging Face folder (once, about half a minute)", source)
-            convert_gguf(source, folder)
-    return folder
-
-
 def _open(source: Path) -> GGUFReader:
     try:
         return GGUFReader(str(source))
@@ -164,11 +92,6 @@ def _check_tokenizer(built: PreTrainedTokenizerBase, saved: PreTrainedTokenizerB
                 f"the converted tokenizer turns {text!r} into {found}, expected {expected}: this "
                 "version of transformers does not read its own file back; use another version"
             )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()[:12]
 
 
 def _fsync(path: Path) -> None:

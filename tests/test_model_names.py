@@ -8,8 +8,9 @@ import torch
 from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from distill.target_folder import DEFAULT_TARGET, convert_gguf, resolve_target
 from specdec_runtime.assets import cache_folder
+from specdec_runtime.gguf_folder import convert_gguf
+from specdec_runtime.model_names import DEFAULT_TARGET, resolve_model
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Merges in the order they were learned; "G" stands for the byte-level space.
@@ -209,14 +210,14 @@ def test_a_file_that_is_not_gguf_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTLOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "bad.gguf").write_bytes(b"not a model at all, only text that is long enough")
     with pytest.raises(ValueError, match="not a readable GGUF file"):
-        resolve_target(str(tmp_path / "bad.gguf"))
+        resolve_model(str(tmp_path / "bad.gguf"))
 
 
 def test_a_gguf_file_is_converted_once_into_the_cache(source, tmp_path, monkeypatch):
     monkeypatch.setenv("DRAFTLOOP_CACHE", str(tmp_path))
-    first = resolve_target(str(source))
+    first = resolve_model(str(source))
     written = (tmp_path / "targets").stat().st_mtime_ns
-    assert resolve_target(str(source)) == first
+    assert resolve_model(str(source)) == first
     assert (tmp_path / "targets").stat().st_mtime_ns == written
 
 
@@ -235,18 +236,18 @@ def test_an_incomplete_folder_is_refused_by_what_it_lacks(folder, tmp_path, miss
         if path.name != missing:
             (copy / path.name).symlink_to(path)
     with pytest.raises(ValueError, match=message):
-        resolve_target(str(copy))
+        resolve_model(str(copy))
 
 
 def test_names_resolve_to_folders_or_stay_hub_ids(folder):
-    assert resolve_target(str(folder)) == str(folder)
-    assert resolve_target("HuggingFaceTB/SmolLM2-135M-Instruct") == (
+    assert resolve_model(str(folder)) == str(folder)
+    assert resolve_model("HuggingFaceTB/SmolLM2-135M-Instruct") == (
         "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
-    with pytest.raises(ValueError, match=r"target.model=./nowhere: no such folder"):
-        resolve_target("./nowhere")
+    with pytest.raises(ValueError, match=r"./nowhere: no such folder"):
+        resolve_model("./nowhere")
     with pytest.raises(ValueError, match=r"no such file"):
-        resolve_target("nowhere.gguf")
+        resolve_model("nowhere.gguf")
 
 
 @pytest.mark.skipif(
@@ -264,5 +265,5 @@ def test_names_resolve_to_folders_or_stay_hub_ids(folder):
     ],
 )
 def test_the_default_target_has_its_own_ids(text, expected):
-    tokenizer = AutoTokenizer.from_pretrained(resolve_target(DEFAULT_TARGET))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(DEFAULT_TARGET))
     assert pieces(tokenizer, text) == expected
