@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.records import write_text
+from specdec_runtime.chat import encode_chat
 
 DEFAULT_SUITE = "prompts"  # where a line does not name its suite
 
@@ -94,16 +95,7 @@ def encode_messages(
     template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a chat up to where the answer starts."""
-    if tokenizer.chat_template is None:
-        return list(tokenizer(messages[-1]["content"])["input_ids"])
-    encoded = tokenizer.apply_chat_template(
-        list(messages),
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        **(template_options or {}),
-    )
-    return list(encoded["input_ids"])
+    return encode_chat(tokenizer, messages, template_options)
 
 
 def write_prompts(path: Path, suites: Mapping[str, Sequence[EvalPrompt]]) -> None:

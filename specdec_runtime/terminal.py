@@ -8,6 +8,7 @@ from typing import Any, TextIO
 import torch
 from transformers.utils import logging as transformers_logging
 
+from specdec_runtime.chat import encode_chat
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Drafter
 from specdec_runtime.formats import is_drafter_folder, read_manifest
@@ -88,12 +89,7 @@ def _prompt_ids(target: Target, prompt: str, *, as_chat: bool) -> list[int]:
     tokenizer = target.tokenizer
     if not as_chat or not tokenizer.chat_template:
         return tokenizer(prompt).input_ids
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-    )["input_ids"]
+    return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
 
 
 class _Printer:

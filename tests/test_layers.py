@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OURS = ("conf", "distill", "eval", "specdec_runtime", "train")
-RUNTIME = {"torch", "transformers", "safetensors", "numpy", "rich"}
+RUNTIME = {"torch", "transformers", "safetensors", "numpy", "rich", "jinja2"}
 DATA = RUNTIME | {"datasets"}
 ALLOWED = {  # package -> what it may import besides itself and the standard library
     "conf": set(),

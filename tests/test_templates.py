@@ -1,41 +1,16 @@
 """Templates: the ids that the target sees when served, no more and no less."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 from distill.templates import ChatTemplate
+from tests.chat_templates import LLAMA3
+from tests.chat_templates import byte_tokenizer as tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}"
-    "<|eot|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
-)
 THINKING = CHATML + "{% if not enable_thinking | default(true) %}<think>\n\n</think>\n\n{% endif %}"
-SPECIAL = ["<s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>", "<|unused|>"]
-
-
-def tokenizer(template, *, adds_bos=False):
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    ids = {token: index for index, token in enumerate([*SPECIAL, *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(SPECIAL)
-    if adds_bos:
-        backend.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 0)]
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<s>",
-        chat_template=template,
-        clean_up_tokenization_spaces=False,
-    )
-
 
 HELLO = [{"role": "user", "content": "hello"}]
 
