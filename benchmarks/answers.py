@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 
 import torch
@@ -64,7 +64,8 @@ def parse_arguments() -> argparse.Namespace:
 def print_throughput(target: Target, questions: Sequence[str], max_new_tokens: int) -> None:
     """Tokens per second, prompts and recorded states included; ratios within rounds."""
     batch_size, template = AnswersConfig().batch_size, ChatTemplate(target.tokenizer)
-    prompts = (template.render([{"role": "user", "content": text}]) for text in questions)
+    messages = ([{"role": "user", "content": text}] for text in cycle(questions))
+    prompts = (template.render(message) for message in messages)
     requests = (Request(key, ids, float(key % 2), key) for key, ids in enumerate(prompts))
     found: dict[tuple[int, str | None], list[float]] = {
         (size, drafter): [] for size in (batch_size, 1) for drafter in (None, "lookup")

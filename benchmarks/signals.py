@@ -89,7 +89,7 @@ def drafter(target: Target, answers: AnswerSet) -> tuple[nn.Module, Objective]:
     assert settings.draft_vocab_size is not None
     vocab: DraftVocab = most_frequent(
         answers.token_counts(),
-        settings.draft_vocab_size,
+        min(settings.draft_vocab_size, target.real_vocab_size),
         always=target.eos_token_ids,
         real_size=target.real_vocab_size,
     )

@@ -26,7 +26,7 @@ from distill.cache.shards import (
 from distill.live_signals import groups_of, lengths_of
 from distill.progress import Progress
 from distill.signal_forms import SignalForm, SignalsConfig
-from distill.signals import NoSignal, head_rows, split_rows, target_states
+from distill.signals import NoSignal, TargetRows, head_rows, split_rows, target_states
 from distill.sparse_signals import sparse_rows
 from specdec_runtime.file_lock import exclusive
 from specdec_runtime.target import Target
@@ -93,7 +93,7 @@ class _Job:
         self.total = sum(example.num_tokens for example in missing)
 
     def run(self) -> None:
-        started, written = time.monotonic(), 0
+        started, written, kept = time.monotonic(), 0, 0.0
         for shard in self._shards():
             examples: list[Example] = []
             rows: list[Rows] = []
@@ -101,6 +101,7 @@ class _Job:
             for group in groups_of(by_length, _BATCH_TOKENS):
                 examples += group
                 rows += self._signals(group)
+                kept += sum(_kept_mass(part) for part in rows[-len(group) :])
                 if not written:
                     self._announce(
                         time.monotonic() - started, sum(example.num_tokens for example in group)
@@ -110,6 +111,11 @@ class _Job:
                     rate = written / max(time.monotonic() - started, 1e-9)
                     self.progress(written, self.total, f"{rate:.0f} positions/s")
             write_shard(self.folder, examples, rows, self.config)
+        if self.config.form is SignalForm.sparse:
+            self.say(
+                f"the {self.config.top_k} most probable tokens hold {kept / self.total:.2%} of the "
+                "target's probability"
+            )
 
     def _shards(self) -> Iterator[list[Example]]:
         """Consecutive answers, as many as a shard is to hold; one at least."""
@@ -164,3 +170,10 @@ class _Job:
         content = f"{self.config.seed}\x1f{text_hash(example)}"
         first = int.from_bytes(hashlib.sha256(content.encode()).digest()[:8], "big")
         return [first + place for place in range(example.num_tokens)]
+
+
+def _kept_mass(rows: Rows) -> float:
+    """Sum over the positions of the probability that a top-k holds."""
+    if isinstance(rows, TargetRows):
+        return float(len(rows))
+    return float(rows.top_log_probs.float().exp().sum())
