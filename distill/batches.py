@@ -60,6 +60,8 @@ class Batch:
         labels: [N] int64 target ids of those next tokens.
         rows: the target's signal at the same positions.
         features: [B, S, F] of its examples, or None.
+        weights: [N] how much each position counts, with a mean of one; None = all alike.
+        replay: refused drafts to learn from as well (on_policy.py), or None.
     """
 
     ids: list[str]
@@ -68,6 +70,8 @@ class Batch:
     labels: Tensor
     rows: SignalRows
     features: Tensor | None = None
+    weights: Tensor | None = None
+    replay: "Batch | None" = None
 
     @property
     def num_tokens(self) -> int:
@@ -94,6 +98,8 @@ class Batch:
             self.labels.to(device),
             self.rows.to(device),
             None if self.features is None else self.features.to(device),
+            None if self.weights is None else self.weights.to(device),
+            None if self.replay is None else self.replay.to(device),
         )
 
 

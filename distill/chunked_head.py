@@ -26,7 +26,9 @@ from distill.losses import (
     hard_labels,
     lk_mix,
 )
+from distill.position_weights import WeightScheme
 from distill.signals import Compared, SignalRows, TargetHead
+from distill.weighing import PerPosition, Weigh
 
 
 class HeadSums(NamedTuple):
@@ -41,8 +43,8 @@ class HeadSums(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    parts: Tensor  # [P] sums of the parts of the loss
-    counts: Tensor  # [5] agreement, overlap, its slack, kept mass, positions compared
+    parts: Tensor  # [P, c] the parts of the loss
+    counts: Tensor  # [6, c] agreement, overlap, its slack, kept mass, compared, q(label)
 
 
 def head_loss(
@@ -52,6 +54,8 @@ def head_loss(
     rows: SignalRows,
     labels: Tensor,
     config: LossConfig,
+    *,
+    weigh: Weigh | None = None,
 ) -> HeadSums:
     """The summed loss of N positions, differentiable in `hidden` and, if it is trained, `weight`.
 
@@ -62,21 +66,56 @@ def head_loss(
         rows: the target's signal at the same positions.
         labels: [N] int64 target ids of the tokens that follow in the text.
         config: which loss; `chunk_tokens` bounds the memory.
+        weigh: how much each position counts, from what was found there; None = all alike.
     """
-    slices = [slice(i, i + config.chunk_tokens) for i in range(0, len(hidden), config.chunk_tokens)]
+    slices = _slices(len(hidden), config)
     # The weights of this loss follow from the whole batch: its two parts are kept apart until then.
     is_split = config.name is LossName.lk_hybrid and len(slices) > 1
     run = _ChunkLoss(target, rows, labels, config, is_split=is_split)
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    weighed = None
+    if weigh is not None and weight.requires_grad:
+        # The head's gradient is summed over positions while it is computed: weights come first.
+        with torch.no_grad():
+            _, counts = _GradientInForward.apply(hidden, weight, run, slices, False)
+        weighed = weigh(_per_position(counts))
+        run.row_weights = weighed.weights
     parts, counts = _GradientInForward.apply(hidden, weight, run, slices, wants_gradient)
-    agreement, accepted, slack, kept_mass, num_compared = counts
-    loss = _combined(parts, accepted / num_compared, config)
+    if weigh is not None and weighed is None:
+        weighed = weigh(_per_position(counts))
+        parts = parts * weighed.weights
+    agreement, accepted, slack, kept_mass, num_compared, _ = counts.sum(1)
+    loss = _combined(parts.sum(1), accepted / num_compared, config)
+    if weighed is not None and weighed.value is not None:
+        loss = loss + (weighed.value - loss).detach()  # this value, with the gradient of the sum
     known = slack if rows.is_truncated else None
     return HeadSums(loss, agreement, accepted, known, kept_mass, num_compared)
 
 
+@torch.no_grad()
+def position_overlaps(
+    hidden: Tensor, weight: Tensor, target: TargetHead, rows: SignalRows, config: LossConfig
+) -> Tensor:
+    """[N] sum of min(target, draft) at each position; arguments as in `head_loss`."""
+    run = _ChunkLoss(target, rows, rows.argmax, config, is_split=False)
+    slices = _slices(len(hidden), config)
+    return _GradientInForward.apply(hidden, weight, run, slices, False)[1][1]
+
+
+def _slices(num_positions: int, config: LossConfig) -> list[slice]:
+    size = config.chunk_tokens
+    return [slice(i, i + size) for i in range(0, num_positions, size)]
+
+
+def _per_position(counts: Tensor) -> PerPosition:
+    return PerPosition(agrees=counts[0] > 0, overlap=counts[1], token_probs=counts[5])
+
+
 class _ChunkLoss:
-    """The loss and the counts of one chunk of draft logits."""
+    """The loss and the counts of one chunk of draft logits.
+
+    `row_weights` [N], once known, multiply the loss.
+    """
 
     def __init__(
         self,
@@ -90,27 +129,34 @@ class _ChunkLoss:
         self.target, self.rows, self.config, self.is_split = target, rows, config, is_split
         self.labels = target.vocab.to_draft(labels)
         self.argmax = target.vocab.to_draft(rows.argmax)
+        self.row_weights: Tensor | None = None
 
     def __call__(self, logits: Tensor, part: slice) -> _Chunk:
-        temperature = self.config.temperature
+        temperature = self.config.softmax_temperature
         logits = logits if temperature == 1.0 else logits / temperature
-        agreement = greedy_agreement(logits.detach(), self.argmax[part]).sum()
+        counts = torch.zeros(6, len(logits), device=logits.device)
+        counts[0] = greedy_agreement(logits.detach(), self.argmax[part])
+        if self.config.weights.scheme is WeightScheme.d_pace:
+            known = self.labels[part] >= 0  # a token outside is drafted with probability 0
+            counts[5] = (-hard_labels(logits.detach(), self.labels[part])).exp() * known
         if self.config.name in TARGET_FREE and part.start > 0:
             # One chunk tells the overlap; the baseline does not pay for the target's head again.
-            counts = torch.zeros(5, device=logits.device)
-            counts[0] = agreement
-            return _Chunk(hard_labels(logits, self.labels[part]).sum()[None], counts)
+            return self._weighed(hard_labels(logits, self.labels[part])[None], counts, part)
         compared = self.rows.comparison(logits, self.target, part, temperature=temperature)
-        found = compared.overlap.detach(), compared.slack, compared.mass
-        sums = agreement, *(value.sum() for value in found)
-        counts = torch.stack([*(value.float() for value in sums), logits.new_tensor(len(logits))])
-        return _Chunk(self._parts(compared, self.labels[part]), counts)
+        counts[1] = compared.overlap.detach()
+        counts[2], counts[3], counts[4] = compared.slack, compared.mass, 1.0
+        return self._weighed(self._parts(compared, self.labels[part]), counts, part)
 
     def _parts(self, compared: Compared, labels: Tensor) -> Tensor:
-        """[P] sums that `_combined` makes the loss of."""
+        """[P, c] what `_combined` makes the loss of."""
         if self.is_split:
-            return torch.stack([compared.kl.sum(), (1 - compared.overlap).sum()])
-        return LOSSES[self.config.name](compared, labels, self.config).sum()[None]
+            return torch.stack([compared.kl, 1 - compared.overlap])
+        return LOSSES[self.config.name](compared, labels, self.config)[None]
+
+    def _weighed(self, parts: Tensor, counts: Tensor, part: slice) -> _Chunk:
+        if self.row_weights is not None:
+            parts = parts * self.row_weights[part]
+        return _Chunk(parts, counts)
 
 
 def _combined(parts: Tensor, mean_overlap: Tensor, config: LossConfig) -> Tensor:
@@ -120,7 +166,11 @@ def _combined(parts: Tensor, mean_overlap: Tensor, config: LossConfig) -> Tensor
 
 
 class _GradientInForward(torch.autograd.Function):
-    """(hidden, weight) -> (parts [P], counts [5]); the gradient of each part is kept, not logits."""
+    """(hidden, weight) -> (parts [P, N], counts [6, N]); gradients are kept instead of logits.
+
+    Each position's gradient in `hidden` is kept apart, so that positions may be weighted afterwards;
+    that in `weight` is a sum over positions, so where it is trained all have to weigh the same here.
+    """
 
     @staticmethod
     def forward(
@@ -141,33 +191,35 @@ class _GradientInForward(torch.autograd.Function):
             with torch.set_grad_enabled(wants_gradient):
                 chunk = run(F.linear(states, head), part)
                 inputs = [states, head] if train_head else [states]
-                grads = _gradients_of_each(chunk.parts, inputs) if wants_gradient else []
+                sums = chunk.parts.sum(1)
+                grads = _gradients_of_each(sums, inputs) if wants_gradient else []
             chunks.append(_Chunk(chunk.parts.detach(), chunk.counts))
             hidden_grads += grads[:1]
             for grad in grads[1:]:
                 head_grad = grad if head_grad is None else head_grad.add_(grad)
         ctx.hidden_grad = torch.cat(hidden_grads, 1) if hidden_grads else None
         ctx.head_grad = head_grad
-        counts = torch.stack([chunk.counts for chunk in chunks]).sum(0)
+        counts = torch.cat([chunk.counts for chunk in chunks], 1)
         ctx.mark_non_differentiable(counts)
-        return torch.stack([chunk.parts for chunk in chunks]).sum(0), counts
+        return torch.cat([chunk.parts for chunk in chunks], 1), counts
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        scale = outputs[0]  # [P]
-        found = (ctx.hidden_grad, ctx.head_grad)
-        hidden, head = (
-            None if grad is None else torch.einsum("p,pij->ij", scale.to(grad.dtype), grad)
-            for grad in found
-        )
+        scale = outputs[0]  # [P, N]
+        hidden = head = None
+        if ctx.hidden_grad is not None:
+            hidden = torch.einsum("pi,pij->ij", scale.to(ctx.hidden_grad.dtype), ctx.hidden_grad)
+        if ctx.head_grad is not None:
+            of_part = scale[:, 0].to(ctx.head_grad.dtype)
+            head = torch.einsum("p,pij->ij", of_part, ctx.head_grad)
         return hidden, head, None, None, None
 
 
-def _gradients_of_each(parts: Tensor, inputs: list[Tensor]) -> list[Tensor]:
-    """For each input, the gradients of all parts stacked in front: [P, *input.shape]."""
-    last = len(parts) - 1
+def _gradients_of_each(sums: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    """For each input, the gradients of all sums stacked in front: [P, *input.shape]."""
+    last = len(sums) - 1
     grads = [
         torch.autograd.grad(part, inputs, retain_graph=index < last)
-        for index, part in enumerate(parts)
+        for index, part in enumerate(sums)
     ]
     return [torch.stack(of_input) for of_input in zip(*grads, strict=True)]

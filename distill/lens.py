@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 # Relative to the mean square of the drafter's states: enough for a stable solution, far too little
 # to pull it towards zero.
 _RIDGE = 1e-3
+LENS_POSITIONS = 30_000  # enough for the D x D numbers of a small target; more changes little
 
 
 def fit_lens(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:

@@ -21,7 +21,7 @@ Everything is natural logarithms, float32 (float64 in, float64 out, for gradchec
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -30,10 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distill.comparison import Comparison, precise
+from distill.position_weights import WeightScheme, WeightsConfig
 
 OUTSIDE = -1  # label or argmax that the draft vocabulary does not hold
 # JSD is about beta (1 - beta) times a KL near its ends: below this its gradient all but vanishes.
 _NARROW_BETA = 0.01
+# Variance of the reward below which tvd_plus_plus does not divide any further.
+_LEAST_VARIANCE = 1e-4
 
 
 class LossName(Enum):
@@ -44,9 +47,33 @@ class LossName(Enum):
     jsd = "jsd"
     total_variation = "total_variation"
     neg_log_overlap = "neg_log_overlap"
+    tvd_plus_plus = "tvd_plus_plus"
     lk_hybrid = "lk_hybrid"
     ce_tv = "ce_tv"
+    expected_length = "expected_length"
     hard_labels = "hard_labels"
+
+
+@dataclass(kw_only=True)
+class SelectionConfig:
+    """loss.selection.*: learn from the positions where most can be learnt.
+
+    share: of the positions of a batch that are learnt from, those with the largest gap between what
+        a trained reference is accepted and what the drafter is now; 1 = all.
+    reference: folder of that reference, a trained drafter of the same kind and draft vocabulary.
+    """
+
+    share: float = 1.0
+    reference: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise ValueError(f"loss.selection.share must be in (0, 1], got {self.share}")
+        if (self.share < 1) != (self.reference is not None):
+            raise ValueError(
+                f"loss.selection.share={self.share} and reference={self.reference} do not go "
+                "together: a share below 1 needs a reference folder, and only that"
+            )
 
 
 @dataclass(kw_only=True)
@@ -54,22 +81,32 @@ class LossConfig:
     """Which loss, and its constants.
 
     temperature divides the logits of both models before the softmax; the loss is *not* multiplied
-    by temperature squared (Hinton et al. 2015 do, to keep gradients equal over temperatures).
+    by temperature squared (Hinton et al. 2015 do, to keep gradients equal over temperatures). null =
+    the temperature at which the target is decoded (a drafter learns most for the temperature it is
+    used at: TempSpec, arXiv:2410.10141), and 1 where that is greedy or unknown.
     """
 
     name: LossName = LossName.lk_hybrid
-    temperature: float = 1.0
+    temperature: float | None = None
     beta: float = 0.5  # jsd: 0 is the forward KL, 1 the reverse KL
     eta: float = 3.0  # lk_hybrid: how fast growing overlap moves weight from KL to total variation
     ce_weight: float = 0.1  # ce_tv: weight of the cross-entropy, the rest is total variation
     chunk_tokens: int = 1024  # loss positions whose logits are held at once
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    selection: SelectionConfig = field(default_factory=SelectionConfig)
+
+    @property
+    def softmax_temperature(self) -> float:
+        """What the logits are divided by."""
+        return 1.0 if self.temperature is None else self.temperature
 
     def __post_init__(self) -> None:
         for name, low, high in (("beta", 0.0, 1.0), ("ce_weight", 0.0, 1.0)):
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"loss.{name} must be between {low:g} and {high:g}, got {value}")
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+        temperature = self.softmax_temperature
+        if not (temperature > 0 and math.isfinite(temperature)):
             raise ValueError(
                 f"loss.temperature must be positive, got {self.temperature}; "
                 "to learn the target's argmax use loss.name=hard_labels on temperature-0 answers"
@@ -78,6 +115,13 @@ class LossConfig:
             raise ValueError(f"loss.eta must be zero or positive, got {self.eta}")
         if self.chunk_tokens < 1:
             raise ValueError(f"loss.chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if self.name is LossName.expected_length and (
+            self.weights.scheme is not WeightScheme.uniform or self.selection.share < 1
+        ):
+            raise ValueError(
+                "loss.name=expected_length weighs the positions by itself: leave loss.weights.scheme "
+                "uniform and loss.selection.share 1"
+            )
         near_end = 0 < self.beta < _NARROW_BETA or 1 - _NARROW_BETA < self.beta < 1
         if self.name is LossName.jsd and near_end:
             warnings.warn(
@@ -155,6 +199,28 @@ def neg_log_overlap(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
     return _neg_log(overlap(draft_logits, target_log_probs))
 
 
+def tvd_plus_plus(draft_logits: Tensor, target_log_probs: Tensor) -> Tensor:
+    """TV / std of the acceptance under the draft: the total variation with normalised advantages.
+
+    The gradient of the total variation is a policy gradient, -E_{x ~ q}[(r - E r) grad log q] with
+    the reward r = 1 where p > q; dividing the advantage by its standard deviation, here exactly
+    sqrt(b (1 - b)) with b = E_q r, keeps it from vanishing where q misses nearly all of p. The
+    standard deviation has no gradient of its own.
+
+    Source: TVD++, arXiv:2403.00858, there with the mean and deviation of a batch of samples; here
+    with those over the vocabulary, position by position. Same shapes as `forward_kl`.
+    """
+    return _tvd_plus_plus(Comparison(draft_logits, target_log_probs))
+
+
+def _tvd_plus_plus(compared: Comparison) -> Tensor:
+    draft_log_probs = compared.draft_logits.detach().log_softmax(-1)
+    rewarded = (compared.target_log_probs > draft_log_probs).to(draft_log_probs.dtype)
+    share = torch.linalg.vecdot(draft_log_probs.exp(), rewarded)
+    deviation = (share * (1 - share)).clamp_min(_LEAST_VARIANCE).sqrt()
+    return (1 - compared.overlap) / deviation
+
+
 def lk_hybrid(draft_logits: Tensor, target_log_probs: Tensor, *, eta: float = 3.0) -> Tensor:
     """w KL(p || q) + (1 - w) TV(p, q), w = exp(-eta * mean overlap): KL starts, TV finishes.
 
@@ -201,6 +267,10 @@ LOSSES: dict[LossName, LossFunction] = {
     LossName.lk_hybrid: lambda c, labels, config: lk_mix(
         c.kl, 1 - c.overlap, c.overlap.mean(), config.eta
     ),
+    LossName.tvd_plus_plus: lambda c, labels, config: _tvd_plus_plus(c),
+    # The expected accepted length is a total variation whose weights follow from the overlaps of
+    # the whole text: weighing.py.
+    LossName.expected_length: lambda c, labels, config: 1 - c.overlap,
     # The cross-entropy carries the start from scratch. Source: DSpark, arXiv:2607.05147 (there .1 and
     # .9 on ||q - p||_1, which is twice the total variation).
     LossName.ce_tv: lambda c, labels, config: (

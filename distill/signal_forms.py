@@ -82,9 +82,9 @@ def require_form(signals: SignalsConfig, loss: LossConfig) -> None:
     """
     if signals.form is not SignalForm.sparse or loss.name is LossName.hard_labels:
         return
-    if loss.temperature != 1.0:
+    if loss.softmax_temperature != 1.0:
         raise ValueError(
-            f"loss.temperature={loss.temperature} with signals.form=sparse: the kept probabilities "
+            f"loss.temperature={loss.softmax_temperature} with signals.form=sparse: the kept probabilities "
             "are those of temperature 1 and can not be renormalised; use signals.form=hidden or live"
         )
     needs = _NEEDS.get(loss.name, frozenset({_Need.everything}))

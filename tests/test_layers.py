@@ -13,9 +13,10 @@ DATA = RUNTIME | {"datasets"}
 ALLOWED = {  # package -> what it may import besides itself and the standard library
     "conf": set(),
     "specdec_runtime": RUNTIME | {"cpp_build", "gguf", "tokenizers"},
-    "distill": DATA | {"specdec_runtime", "reasoning_gym"},
-    "eval": DATA | {"specdec_runtime"},
-    "train": RUNTIME | {"specdec_runtime", "distill", "eval", "accelerate", "peft"},
+    "distill": DATA | {"specdec_runtime", "peft", "reasoning_gym"},
+    "eval": DATA | {"specdec_runtime", "reasoning_gym"},
+    "train": RUNTIME
+    | {"specdec_runtime", "distill", "eval", "accelerate", "peft", "gguf", "huggingface_hub"},
 }
 # What only a few files may import, so that the rest is usable without it.
 ENTRY_POINTS = ("cli", "cli_errors", "config", "__main__")

@@ -59,15 +59,17 @@ def unknown_key(path: str, schema: type) -> str:
 
 
 def key_paths(schema: type, prefix: str = "") -> list[str]:
-    """All dotted paths of a dataclass tree, nodes and leaves."""
-    paths = []
-    hints = get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        path = prefix + field.name
-        paths.append(path)
-        if dataclasses.is_dataclass(hints[field.name]):
-            paths += key_paths(hints[field.name], path + ".")
-    return paths
+    """All dotted paths of a dataclass tree, nodes and leaves; of a node that comes in several
+    kinds, those of all kinds."""
+    paths: dict[str, None] = {}
+    for kind in (schema, *schema.__subclasses__()):
+        hints = get_type_hints(kind)
+        for field in dataclasses.fields(kind):
+            path = prefix + field.name
+            paths[path] = None
+            if dataclasses.is_dataclass(hints[field.name]):
+                paths |= dict.fromkeys(key_paths(hints[field.name], path + "."))
+    return list(paths)
 
 
 def check_complete(config: DictConfig, schema: type) -> None:

@@ -1,0 +1,136 @@
+"""What a drafter kind brings to training: how it is made, started, trained, run and written.
+
+`objectives/<kind>.py` holds, under the name of the drafter kind in `specdec_runtime/drafters`:
+- SETTINGS, a dataclass below `DraftSettings`: what `draft.*` may say for this kind;
+- make(settings, parts) -> Recipe.
+
+A trainer only sees these; adding a kind touches nothing else.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distill import objectives
+from distill.batches import Example
+from distill.draft_vocab import DraftVocab
+from distill.losses import LossConfig
+from distill.objective import Objective
+from distill.signals import TargetHead
+from specdec_runtime.draft import Drafter
+from specdec_runtime.engines import Engine
+from specdec_runtime.target import Target
+
+
+@dataclass(kw_only=True)
+class DraftSettings:
+    """draft.*, as far as all kinds share it.
+
+    kind: of the drafter, a module of `distill.objectives`.
+    draft_vocab_size: tokens that the drafter can propose; null = all.
+    """
+
+    kind: str
+    draft_vocab_size: int | None = 8192
+
+    def __post_init__(self) -> None:
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
+            raise ValueError(
+                f"draft.draft_vocab_size must be at least 1 or null, got {self.draft_vocab_size}"
+            )
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """What a drafter is made from.
+
+    Attributes:
+        target: as it decodes; its model gives hidden states.
+        module: the same target as a transformers module on the CPU, in its stored dtype.
+        vocab: the tokens that the drafter can propose.
+        head: the target's frozen head over them.
+    """
+
+    target: Target
+    module: PreTrainedModel
+    vocab: DraftVocab
+    head: TargetHead
+
+
+class RefreshableDrafter(Drafter, Protocol):
+    """A drafter of the runtime around the module that is trained."""
+
+    def refresh(self) -> None:
+        """Take over the weights that the module has now; between `generate` calls only."""
+
+
+class Written(Protocol):
+    """A drafter's weights as they go into its folder."""
+
+    def save_pretrained(self, folder: Path) -> Any:
+        """Write them."""
+
+
+class Recipe(Protocol):
+    """One drafter under training."""
+
+    module: nn.Module  # float32; what requires a gradient in it is trained, and nothing else
+
+    def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        """What is computed once, before the first step, by parameter name; may be empty."""
+
+    def put_start(self, computed: dict[str, Tensor]) -> None:
+        """Put that in place; a resumed run gets it from its folder."""
+
+    def objective(self, loss: LossConfig) -> Objective:
+        """What is minimised; the module is on its device by then."""
+
+    def drafter(self, *, engine: Engine) -> RefreshableDrafter:
+        """The runtime's drafter around the module."""
+
+    def snapshot(self) -> "Recipe":
+        """The same with a copy of the module, which training does not change."""
+
+    def written(self, dtype: torch.dtype) -> Written:
+        """A copy to be saved; the module under training stays as it is."""
+
+    def writing_report(self, written: Any) -> dict[str, float]:
+        """What writing changed, for the folder's record; empty if nothing."""
+
+    def kind_config(self) -> dict[str, Any]:
+        """Settings that the kind's `load` in the runtime needs besides the folder."""
+
+    def compile(self) -> None:
+        """torch.compile what is trained, in place: no wrapper and no prefix in any key."""
+
+
+def trained_kinds() -> list[str]:
+    """Names of the kinds that can be trained: the modules of `distill.objectives`."""
+    return [module.name for module in pkgutil.iter_modules(objectives.__path__)]
+
+
+def settings_of(kind: str) -> type[DraftSettings]:
+    """The dataclass of `draft.*` for this kind."""
+    return _module(kind).SETTINGS
+
+
+def make_recipe(settings: DraftSettings, parts: TargetParts) -> Recipe:
+    """The drafter that the settings describe, before its first step.
+
+    Raises:
+        ValueError: if it can not be made from this target.
+    """
+    return _module(settings.kind).make(settings, parts)
+
+
+def _module(kind: str) -> Any:
+    if kind not in trained_kinds():
+        raise ValueError(f"draft.kind is {kind!r}, expected one of {', '.join(trained_kinds())}")
+    return importlib.import_module(f"distill.objectives.{kind}")
