@@ -1,6 +1,7 @@
 """Where a run's target signals come from: recorded with the answers, cached, or from the live target."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distill.answers import Answer, AnswerSet
@@ -10,7 +11,7 @@ from distill.cache.manifest import make_manifest
 from distill.live_signals import with_live_states
 from distill.manifests import fingerprint
 from distill.signal_forms import SignalForm
-from distill.signals import TargetRows
+from distill.signals import NoSignal, TargetRows
 from specdec_runtime.target import Target
 from train.job import Job
 from train.processes import on_main
@@ -19,10 +20,12 @@ from train.processes import on_main
 def with_signals(job: Job, target: Target, answers: AnswerSet) -> list[Answer]:
     """The answers with the signal that the run learns from, computed first where it is missing.
 
-    For `signals.form=live` they stay as they are; every batch gets its signal when it is taken.
+    For `signals.form=live` they have none; every batch gets its signal when it is taken.
     """
     form = job.config.signals.form
-    if form is SignalForm.live or (form is SignalForm.hidden and have_states(answers.answers)):
+    if form is SignalForm.live:
+        return [replace(answer, rows=NoSignal(answer.num_tokens)) for answer in answers.answers]
+    if form is SignalForm.hidden and have_states(answers.answers):
         return answers.answers
     texts = fingerprint(answers.manifest)
     manifest = make_manifest(target, job.config.signals, answers_fingerprint=texts)
