@@ -7,23 +7,19 @@ passes. Runs of different draft lengths are interleaved, medians are taken.
 Units: seconds, and passes of the target over one token.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-import torch
-
 from eval.cost_model import RoundCosts
 from eval.results import CostResult
+from specdec_runtime.auto_length import fit_line
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Drafter
-from specdec_runtime.model import CausalModel
 from specdec_runtime.results import Generation
 from specdec_runtime.target import Target
 
-NUM_PASSES = 7  # bare passes of each width; the median of 7 shrugs off three disturbed ones
 NUM_RUNS = 2  # interleaved decodes of each draft length that is run
 RUN_TOKENS = 12  # new tokens of such a run, beyond the draft length
 ENOUGH_ROUNDS = 3  # rounds of one draft length from which a median is taken
@@ -35,28 +31,6 @@ class DecodeTimes(NamedTuple):
     verify_s: dict[int, list[float]]
     draft_s: dict[int, list[float]]
     outside_s: list[float]  # per run: seconds a round outside drafting and verification
-
-
-@torch.inference_mode()
-def time_passes(
-    model: CausalModel, token_ids: Sequence[int], *, max_draft_tokens: int
-) -> list[float]:
-    """Seconds of a pass over K + 1 tokens behind `token_ids`, for K = 0 to `max_draft_tokens`."""
-    start = len(token_ids)
-    cache = model.new_cache(1, start + max_draft_tokens + 1)
-    model.forward(torch.tensor([list(token_ids)]), cache, last_only=True)
-    new = torch.tensor([[token_ids[i % start] for i in range(max_draft_tokens + 1)]])
-    times: list[list[float]] = [[] for _ in range(max_draft_tokens + 1)]
-    for turn in range(NUM_PASSES + 1):
-        for k, taken in enumerate(times):
-            begun = time.perf_counter()
-            output = model.forward(new[:, : k + 1], cache)
-            assert output.logits is not None
-            output.logits.argmax(-1).tolist()  # waits for the device, as the decoder does
-            if turn:  # the first turn warms up
-                taken.append(time.perf_counter() - begun)
-            cache.truncate([start])
-    return [median(taken) for taken in times]
 
 
 def measure_costs(
@@ -104,27 +78,6 @@ def measure_costs(
             plain_overhead=plain_token_s / target_s - 1.0,
         ),
     )
-
-
-def fit_line(seconds_by_drafted: dict[int, float]) -> tuple[float, float]:
-    """(seconds to start a draft, seconds per drafted token), neither below 0: least squares.
-
-    One draft length alone is all slope; none at all (nothing drafted) is free.
-    """
-    if not seconds_by_drafted:
-        return 0.0, 0.0
-    count = len(seconds_by_drafted)
-    mean_k = sum(seconds_by_drafted) / count
-    mean_s = sum(seconds_by_drafted.values()) / count
-    spread = sum((k - mean_k) ** 2 for k in seconds_by_drafted)
-    if spread == 0:
-        return 0.0, mean_s / mean_k
-    slope = sum((k - mean_k) * (s - mean_s) for k, s in seconds_by_drafted.items()) / spread
-    slope = max(slope, 0.0)
-    start = mean_s - slope * mean_k
-    if start < 0:
-        return 0.0, mean_s / mean_k
-    return start, slope
 
 
 def _run(

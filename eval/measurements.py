@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from eval.acceptance import acceptance_result, measure_acceptance
 from eval.config import EvaluationConfig
-from eval.costs import measure_costs, time_passes
+from eval.costs import measure_costs
 from eval.exactness import self_draft_acceptance
 from eval.inspection import AnswerScores, score_answer
 from eval.parts import Parts
@@ -20,6 +20,7 @@ from eval.results import (
     ReplayResult,
 )
 from eval.suites import EvalPrompt, spread
+from specdec_runtime.auto_length import time_passes
 from specdec_runtime.draft import Drafter
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.target import Target

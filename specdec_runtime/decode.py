@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 from specdec_runtime.draft import Draft, Drafter, DraftSession, TargetSharing, no_draft
 from specdec_runtime.draft_length import DraftLength
 from specdec_runtime.model import CausalModel
-from specdec_runtime.planning import DraftPlan, as_draft_plan
+from specdec_runtime.planning import ChainSetting, DraftPlan, TreeSetting, as_draft_plan
 from specdec_runtime.request import Request, check_request
 from specdec_runtime.results import Chunk, Generation, Round
 from specdec_runtime.sampling import Sampler
@@ -42,8 +42,9 @@ class SpeculativeDecoder:
     Args:
         target: a `Target`, a `CausalModel`, or a loaded transformers model.
         drafter: anything with the `Drafter` protocol; None decodes plainly.
-        num_draft_tokens: tokens drafted a round, a policy from draft_length.py, or the shape of
-            a token tree from tree_growth.py.
+        num_draft_tokens: tokens drafted a round; "auto" = what pays on this machine, measured at
+            the first call (auto_length.py); a policy from draft_length.py; or the shape of a
+            token tree from tree_growth.py.
         rule: verification of sampled chains.
 
     Raises:
@@ -55,12 +56,12 @@ class SpeculativeDecoder:
         target: Target | CausalModel | PreTrainedModel,
         drafter: Drafter | None = None,
         *,
-        num_draft_tokens: int | DraftLength | TreeShape = 3,
+        num_draft_tokens: int | DraftLength | TreeShape | str = 3,
         rule: Rule | str = Rule.block,
     ) -> None:
         self.target = as_target(target)
         self.drafter = drafter
-        self.plan = as_draft_plan(num_draft_tokens)
+        self.plan = as_draft_plan(num_draft_tokens, self.target, drafter)
         self.rule = Rule(rule)
 
     def generate(
@@ -121,7 +122,11 @@ class SpeculativeDecoder:
             stopping_criteria=stopping_criteria,
             sampling=sampling,
         )
-        return _Decoding(self, request, seed)
+        # Costs are measured in front of the clock of this call.
+        batch_size = len(request.prompts)
+        is_sampled = any(request.settings.temperatures(batch_size))
+        setting = self.plan.measured(batch_size, is_sampled=is_sampled)
+        return _Decoding(self, setting, request, seed)
 
 
 class _Row:
@@ -165,7 +170,11 @@ class _Decoding:
     """One `generate` call under way."""
 
     def __init__(
-        self, decoder: SpeculativeDecoder, request: Request, seed: int | Sequence[int] | None
+        self,
+        decoder: SpeculativeDecoder,
+        setting: ChainSetting | TreeSetting,
+        request: Request,
+        seed: int | Sequence[int] | None,
     ) -> None:
         self.started = time.perf_counter()
         self.target = decoder.target
@@ -184,7 +193,7 @@ class _Decoding:
             device=model.device,
             seed=seed,
         )
-        most = decoder.plan.most
+        most = setting.most
         # A drafter that runs ahead in a batch needs room past the longest row's end.
         capacity = max(row.end.max_length for row in self.rows) + most + 1
         self.cache = model.new_cache(batch_size, capacity)
@@ -193,7 +202,7 @@ class _Decoding:
         hidden_layers: tuple[int, ...] = ()
         if decoder.drafter is not None and most > 0:
             self.session = decoder.drafter.begin(batch_size, capacity, self.sampler)
-            self.plan = decoder.plan.begin(batch_size, self.session)
+            self.plan = setting.begin(batch_size, self.session)
             hidden_layers = decoder.drafter.hidden_layers
             if isinstance(self.session, TargetSharing):
                 self.session.share(self.cache)

@@ -31,7 +31,7 @@ class Draft(NamedTuple):
     exit_layer: int | None = None
     exit_hidden: Tensor | None = None
     # A token tree: token_ids are its nodes, and probs [b, K + 1, V] what the children of the
-    # pending token and of each node were drawn from.
+    # pending token and of each node were drawn from; zeros where they were chosen without chance.
     tree: DraftTree | None = None
 
 

@@ -16,6 +16,7 @@ A confidence is the drafter's probability of the token it drew, at temperature 1
 for one `generate` call and judge every row by that row alone.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -168,27 +169,32 @@ class ConfidenceThreshold:
 class CostAware:
     """Draft one token more while it is likely enough to be kept to pay for itself.
 
-    By the renewal-reward theorem the best rule drafts position k while
-    P(the first k are kept) >= S * (c + v(k) - v(k - 1)), S being the tokens per unit of time that
-    the rule itself achieves. Time is in passes of the target over one token. P is a product of
-    acceptance rates by confidence, S a running rate; both are learned row by row.
+    By the renewal-reward theorem the best rule drafts on while some number of further tokens is
+    expected to bring more accepted ones than S * (their marginal cost), S being the tokens per
+    unit of time that the rule itself achieves. Time is in rounds of plain decoding, so S is 1
+    where nothing is drafted. What is expected is a product of acceptance rates by confidence, S a
+    running rate; both are learned row by row.
 
     Attributes:
         draft_cost: c, time of one draft step.
         verify_cost: v(0), v(1), ..., v(num_draft_tokens): time of a target pass over that many
             drafted tokens and the pending one; v(0) is 1.
         acceptance: share of drafted tokens expected to be kept, before anything is known.
+        draft_start: time to begin a draft, whatever its length.
     """
 
     draft_cost: float
     verify_cost: tuple[float, ...]
     acceptance: float = 0.7
+    draft_start: float = 0.0
     needs_confidence = True
 
     def __post_init__(self) -> None:
         _check_num_draft_tokens(self.num_draft_tokens, at_least=1)
-        if self.draft_cost < 0.0:
-            raise ValueError(f"draft_cost is {self.draft_cost}, expected 0 or more target passes")
+        for name in ("draft_cost", "draft_start"):
+            value = getattr(self, name)
+            if value < 0.0:
+                raise ValueError(f"{name} is {value}, expected 0 or more target passes")
         if any(cost <= 0.0 for cost in self.verify_cost):
             raise ValueError(f"verify_cost is {self.verify_cost}, expected positive target passes")
         if not 0.0 < self.acceptance < 1.0:
@@ -197,6 +203,11 @@ class CostAware:
     @property
     def num_draft_tokens(self) -> int:
         return len(self.verify_cost) - 1
+
+    def round_cost(self, num_drafted: int) -> float:
+        """Time of a round that drafts so many tokens."""
+        drafting = self.draft_start + self.draft_cost * num_drafted if num_drafted else 0.0
+        return self.verify_cost[num_drafted] + drafting
 
     def begin(self, batch_size: int) -> LengthSession:
         return _CostAwareSession(self, batch_size)
@@ -233,20 +244,22 @@ class _CostAwareSession:
         self._rows = [_RowRecord(policy.acceptance) for _ in range(batch_size)]
 
     def wants_more(self, row: int, confidences: Sequence[float | None]) -> bool:
-        position = len(confidences) + 1
-        if position > self._policy.num_draft_tokens:
-            return False
-        record = self._rows[row]
-        survival = record.acceptance(None)  # of the token not drawn yet
-        for confidence in confidences:
-            survival *= record.acceptance(confidence)
-        cost = self._policy.verify_cost
-        marginal = self._policy.draft_cost + cost[position] - cost[position - 1]
-        return survival >= record.tokens / record.time * marginal
+        record, policy = self._rows[row], self._policy
+        num_drafted = len(confidences)
+        survival = math.prod(map(record.acceptance, confidences))
+        so_far = policy.round_cost(num_drafted)
+        gained = 0.0
+        # Where the next token alone does not pay, it may still open a longer draft that does:
+        # the start of a draft is paid once, and some passes over more tokens cost the same.
+        for count in range(num_drafted + 1, policy.num_draft_tokens + 1):
+            survival *= record.acceptance(None)  # of a token not drawn yet
+            gained += survival
+            if gained >= record.tokens / record.time * (policy.round_cost(count) - so_far):
+                return True
+        return False
 
     def end_round(self, row: int, confidences: Sequence[float | None], num_accepted: int) -> None:
-        num_drafted = len(confidences)
-        time = self._policy.verify_cost[num_drafted] + self._policy.draft_cost * num_drafted
+        time = self._policy.round_cost(len(confidences))
         self._rows[row].learn(confidences, num_accepted, time)
 
 

@@ -62,10 +62,7 @@ class Occurrences:
         The longest match leads; the draft may be `tokens_per_match` times as long as it, and goes
         on while at least `min_survival` of the occurrences agree with all of it so far.
         """
-        if len(context) < self._min_match:
-            return Continuation([], [])
-        ends = self._ends.get(tuple(context[-self._min_match :]), [])[-_MAX_CANDIDATES:]
-        matches = [(self._match_length(context, text, end), text, end) for text, end in ends]
+        matches = self._matches(context)
         best = Continuation([], [])
         for length in sorted({match[0] for match in matches}, reverse=True):
             members = [(text, end) for own, text, end in matches if own >= length]
@@ -74,6 +71,22 @@ class Occurrences:
             if sum(found.survival) > sum(best.survival):
                 best = found
         return best
+
+    def continuations(
+        self, context: Sequence[int], limit: int, *, tokens_per_match: float
+    ) -> list[tuple[list[int], int]]:
+        """(following tokens, length of the match) of every occurrence, the newest first."""
+        return [
+            (self._texts[text][end : end + min(limit, int(length * tokens_per_match))], length)
+            for length, text, end in reversed(self._matches(context))
+        ]
+
+    def _matches(self, context: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(length, text, position behind it) of occurrences of the end of `context`."""
+        if len(context) < self._min_match:
+            return []
+        ends = self._ends.get(tuple(context[-self._min_match :]), [])[-_MAX_CANDIDATES:]
+        return [(self._match_length(context, text, end), text, end) for text, end in ends]
 
     def _match_length(self, context: Sequence[int], text: int, end: int) -> int:
         own, length = self._texts[text], self._min_match

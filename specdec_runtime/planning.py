@@ -1,14 +1,16 @@
 """How much a round drafts: chains of a policy's lengths, or token trees of a shape.
 
-One of the two per decoder; the loop only asks for a proposal and reports what was kept.
+One of them per decoder; the loop only asks for a proposal and reports what was kept.
 """
 
 from typing import Protocol
 
 from torch import Tensor
 
-from specdec_runtime.draft import Draft, DraftSession, TreeSession
-from specdec_runtime.draft_length import DraftLength, LengthRound, as_draft_length
+from specdec_runtime.auto_length import measured_policy
+from specdec_runtime.draft import Draft, Drafter, DraftSession, TreeSession
+from specdec_runtime.draft_length import DraftLength, FixedLength, LengthRound, as_draft_length
+from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import TreeShape
 
 
@@ -38,6 +40,25 @@ class ChainSetting:
     def begin(self, batch_size: int, session: DraftSession) -> DraftPlan:
         return _ChainPlan(self.policy, batch_size, session)
 
+    def measured(self, batch_size: int, *, is_sampled: bool) -> "ChainSetting":
+        return self
+
+
+class AutoSetting:
+    """Chains, their length decided by what drafting and verifying cost on this machine."""
+
+    def __init__(self, target: Target, drafter: Drafter) -> None:
+        self._target = target
+        self._drafter = drafter
+
+    def measured(self, batch_size: int, *, is_sampled: bool) -> ChainSetting:
+        """The policy for such a batch; its costs are measured where they are not known yet."""
+        return ChainSetting(
+            measured_policy(
+                self._target, self._drafter, batch_size=batch_size, is_sampled=is_sampled
+            )
+        )
+
 
 class TreeSetting:
     """Token trees of one shape."""
@@ -53,9 +74,21 @@ class TreeSetting:
             )
         return _TreePlan(self.shape, session)
 
+    def measured(self, batch_size: int, *, is_sampled: bool) -> "TreeSetting":
+        return self
 
-def as_draft_plan(value: int | DraftLength | TreeShape) -> ChainSetting | TreeSetting:
-    """A number of tokens, a policy or a tree's shape, as what the loop works with."""
+
+def as_draft_plan(
+    value: int | DraftLength | TreeShape | str, target: Target, drafter: Drafter | None
+) -> ChainSetting | AutoSetting | TreeSetting:
+    """A number of tokens, a policy, "auto" or a tree's shape, as what the loop works with."""
+    if isinstance(value, str):
+        if value != "auto":
+            raise ValueError(
+                f'num_draft_tokens is {value!r}, expected a number, "auto", a policy of '
+                "draft_length.py or a shape of tree_growth.py"
+            )
+        return ChainSetting(FixedLength(0)) if drafter is None else AutoSetting(target, drafter)
     if isinstance(value, TreeShape):
         return TreeSetting(value)
     return ChainSetting(as_draft_length(value))

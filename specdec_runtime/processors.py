@@ -1,13 +1,13 @@
 """What the settings do to logits, as a list of processors in the order of `generate`.
 
-transformers' own classes wherever it has them; ours are the penalties it lacks, and a top-p that
-does not sort the whole vocabulary.
+transformers' own classes wherever it has them; ours are the penalties it lacks, and a top-p and a
+typical-p that do not sort the whole vocabulary.
 
 Shapes: n positions whose prompts and histories are equally long, V vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,12 +20,12 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TopKLogitsWarper,
-    TypicalLogitsWarper,
 )
 
+from specdec_runtime.processor_states import remembers
 from specdec_runtime.sampling_settings import SamplingSettings
 
-_NUCLEUS_WIDTH = 512  # tokens looked at first: usually more than hold the mass of top-p
+_FIRST_WIDTH = 512  # tokens looked at first: usually more than hold the mass asked for
 
 
 def make_processors(
@@ -51,7 +51,8 @@ def make_processors(
     if settings.min_new_tokens and eos_token_ids:
         eos = torch.tensor(list(eos_token_ids), device=device)
         made.append(MinNewTokensLengthLogitsProcessor(prompt_length, settings.min_new_tokens, eos))
-    made.extend(settings.logits_processors)
+    if not any(map(remembers, settings.logits_processors)):
+        made.extend(settings.logits_processors)
     return made
 
 
@@ -65,7 +66,7 @@ def make_warpers(settings: SamplingSettings) -> LogitsProcessorList:
     if settings.min_p:
         made.append(MinPLogitsWarper(settings.min_p))
     if settings.typical_p is not None and settings.typical_p < 1.0:
-        made.append(TypicalLogitsWarper(settings.typical_p))
+        made.append(_Typical(settings.typical_p))
     return made
 
 
@@ -107,12 +108,47 @@ class _Nucleus(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         probs = scores.softmax(-1)
-        # GPUs sort fast and would have to be waited for to look at the mass.
-        width = probs.shape[1] if scores.is_cuda else min(_NUCLEUS_WIDTH, probs.shape[1])
-        top, index = probs.topk(width)
-        while width < probs.shape[1] and bool((top.sum(-1) < self._top_p).any()):
-            width = min(8 * width, probs.shape[1])
-            top, index = probs.topk(width)
+        top, index = _until(probs, self._top_p, lambda width: probs.topk(width).indices)
         likelier = top.cumsum(-1) - top
         kept = scores.gather(1, index).masked_fill(likelier >= self._top_p, -math.inf)
         return torch.full_like(scores, -math.inf).scatter(1, index, kept)
+
+
+class _Typical(LogitsProcessor):
+    """typical-p as transformers' `TypicalLogitsWarper`, without sorting the whole vocabulary.
+
+    Tokens whose surprise is closest to the entropy stay, up to the first that brings their mass to
+    typical_p, and all that are as close as that one (Meister et al. 2022, arXiv:2202.00666).
+    """
+
+    def __init__(self, typical_p: float):
+        self._typical_p = typical_p
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        log_probs = scores.log_softmax(-1)
+        probs = log_probs.exp()
+        entropy = -(log_probs * probs).nansum(-1, keepdim=True)
+        distance = (-log_probs - entropy).abs()
+        typical, index = _until(
+            probs, self._typical_p, lambda width: distance.topk(width, largest=False).indices
+        )
+        last = (typical.cumsum(-1) < self._typical_p).sum(-1, keepdim=True)
+        last.clamp_(max=typical.shape[1] - 1)
+        farthest = distance.gather(1, index.gather(1, last))
+        return scores.masked_fill(distance > farthest, -math.inf)
+
+
+def _until(probs: Tensor, mass: float, first: Callable[[int], Tensor]) -> tuple[Tensor, Tensor]:
+    """The first tokens in an order that hold `mass` in every row: probabilities and ids, [n, w].
+
+    Args:
+        first: the ids of the first `w` tokens in the order, [n, w].
+    """
+    # GPUs sort fast and would have to be waited for to look at the mass.
+    width = probs.shape[1] if probs.is_cuda else min(_FIRST_WIDTH, probs.shape[1])
+    while True:
+        index = first(width)
+        held = probs.gather(1, index)
+        if width == probs.shape[1] or bool((held.sum(-1) >= mass).all()):
+            return held, index
+        width = min(8 * width, probs.shape[1])

@@ -2,9 +2,8 @@
 
 Every setting means what it means in transformers' `generate`, whose own processors do the work,
 in the same order. Each position is processed with exactly the tokens in front of it (prompt,
-committed, drafted), passed in by the caller. Nothing is remembered from one call to the next, so
-a refused draft leaves no trace. A custom `LogitsProcessor` must likewise be a function of its
-two arguments alone.
+committed, drafted), passed in by the caller, so a refused draft leaves no trace; what a custom
+`LogitsProcessor` remembers follows the text likewise (processor_states.py).
 
 Not here: which drafted tokens are kept (verification.py), when to stop (the decode loop).
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specdec_runtime.noise import UniformStreams, draw_by_inversion
+from specdec_runtime.processor_states import ProcessorStates, check_processors, remembers
 from specdec_runtime.processors import make_processors, make_warpers, needs_history
 from specdec_runtime.sampling_settings import SamplingSettings
 
@@ -46,7 +46,7 @@ class Sampler:
 
     Raises:
         ValueError: settings that name tokens outside the vocabulary, forbid an end-of-text token
-            or give values for another number of rows.
+            or give values for another number of rows; a processor that cannot follow drafts.
     """
 
     def __init__(
@@ -75,6 +75,10 @@ class Sampler:
         self.is_plain_greedy = self.all_greedy and not self._has_processors
         self._prompt_lengths = list(prompt_lengths)
         self._eos_token_ids = list(eos_token_ids)
+        check_processors(settings.logits_processors)
+        remembering = [p for p in settings.logits_processors if remembers(p)]
+        # Custom processors keep their order: if one of them remembers, all go its way.
+        self._states = ProcessorStates(settings.logits_processors) if remembering else None
         self._processors: dict[tuple[int, torch.device], _Process] = {}
         self._warpers: _Process = make_warpers(settings)
         seeds = _row_seeds(seed, batch_size)
@@ -171,6 +175,8 @@ class Sampler:
             tokens = torch.tensor([list(histories[index]) for index in members])
             run = self._processors_for(prompt_length, scores.device)
             processed[members] = run(tokens.long().to(scores.device), scores[members])
+        if self._states is not None:
+            processed = self._states(rows, histories, processed)
         if (processed.amax(-1) == -math.inf).any():
             raise ValueError(
                 "the sampling settings forbid every token at some position: relax bad_words_ids, "

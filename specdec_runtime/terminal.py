@@ -107,7 +107,7 @@ class _Printer:
         self._stream.flush()
 
 
-def _summary(generation: Generation, num_draft_tokens: int) -> str:
+def _summary(generation: Generation, num_draft_tokens: int | str) -> str:
     """Tokens per second are those after the first, which the prefill gives."""
     num_tokens = len(generation.token_ids[0])
     decode_s = generation.seconds - generation.prefill_s

@@ -1,6 +1,6 @@
 """Drafting token trees with a causal model: one pass a level, every pass over the whole tree.
 
-A pass feeds all nodes so far behind the committed text, each seeing its own ancestors only, and
+(Lookup draws nothing and needs no pass: `certain_trees`.) A pass feeds all nodes so far behind the committed text, each seeing its own ancestors only, and
 the cache then forgets them: what a few nodes more cost in a pass is less than what keeping
 branches apart in the cache would. Which places get a node is the tree's own affair and decided
 before its token is drawn (tree_growth.py).
@@ -8,12 +8,13 @@ before its token is drawn (tree_growth.py).
 Shapes: b rows, N nodes (the largest tree), n nodes whose children are drawn, V the target's real vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdec_runtime.branches import Branch
 from specdec_runtime.draft import Draft, no_draft
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.tree_growth import ROOT, GrowingTree, TreeShape
@@ -66,6 +67,16 @@ def draft_trees(
             tree.offer(parent, *children)
         passes.append(drawn)
     return _as_draft(trees, [] if certain else passes, len(rows))
+
+
+def certain_trees(branches: Sequence[Branch], limits: Sequence[int], shape: TreeShape) -> Draft:
+    """Grow one tree a row out of what lookup has found, at most limits[i] levels deep."""
+    trees = [shape.begin(limit) if limit > 0 else None for limit in limits]
+    for tree, root in zip(trees, branches, strict=True):
+        while tree is not None and (parents := tree.next_parents()):
+            for parent in parents:
+                tree.offer(parent, *root.at(path(tree, parent)).likeliest(shape.num_siblings))
+    return _as_draft(trees, [], len(trees))
 
 
 class _TreePass(NamedTuple):

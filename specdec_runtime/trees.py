@@ -119,7 +119,8 @@ def verify_tree(
     Args:
         tree: siblings drawn without replacement, in this order.
         draft_probs: [b, N + 1, V], what the children of root and nodes were drawn from (rows of
-            leaves are not read); None where children were chosen without chance (q one-hot).
+            leaves are not read); zeros where children were chosen without chance (q one-hot for
+            each in turn), None where all were.
         target_probs: [b, N + 1, V], what follows root and nodes.
         uniforms: [b, N + 1] in [0, 1), independent of the noise the tree was drawn with.
     """
@@ -127,7 +128,8 @@ def verify_tree(
     first_child, next_sibling = _links(tree)
     row = torch.arange(num_rows, device=tree.token_ids.device)
     target = target_probs[:, 0]
-    draft = torch.zeros_like(target) if draft_probs is None else draft_probs[:, 0]
+    draft_probs = torch.zeros_like(target_probs) if draft_probs is None else draft_probs
+    draft = draft_probs[:, 0]
     candidate = first_child[:, 0]  # columns, -1: none left
     path = torch.full_like(tree.token_ids, -1)
     num_accepted = torch.zeros_like(candidate)
@@ -137,26 +139,32 @@ def verify_tree(
             break
         node = candidate.clamp_min(0)
         token = tree.token_ids[row, node][:, None]
-        q = draft.gather(1, token) if draft_probs is not None else torch.ones_like(target[:, :1])
+        chosen = draft.sum(-1, keepdim=True) == 0.0
+        q = torch.where(chosen, 1.0, draft.gather(1, token))
         kept = tested & (uniforms[:, step : step + 1] * q < target.gather(1, token)).squeeze(1)
         path[row[kept], num_accepted[kept]] = node[kept]
         num_accepted += kept
-        refused_target, refused_draft = _refuse(target, draft, token, draft_probs is None)
+        refused_target, refused_draft = _refuse(target, draft, token, chosen)
         kept_, tested_ = kept[:, None], tested[:, None]
         target = torch.where(
             kept_, target_probs[row, node + 1], torch.where(tested_, refused_target, target)
         )
-        if draft_probs is not None:
-            draft = torch.where(kept_, draft_probs[row, node + 1], refused_draft)
+        draft = torch.where(kept_, draft_probs[row, node + 1], refused_draft)
         onward = torch.where(kept, first_child[row, node + 1], next_sibling[row, node])
         candidate = torch.where(tested, onward, -1)
     return TreeVerification(num_accepted, draw_by_inversion(target, uniforms[:, -1]), path)
 
 
-def _refuse(target: Tensor, draft: Tensor, token: Tensor, certain: bool) -> tuple[Tensor, Tensor]:
-    """Target and draft after `token` [b, 1] was refused, both normalised: [b, V] each."""
+def _refuse(target: Tensor, draft: Tensor, token: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Target and draft after `token` [b, 1] was refused, both normalised: [b, V] each.
+
+    Args:
+        chosen: [b, 1] bool, where the token was not drawn but chosen.
+    """
     draft_left = draft.scatter(1, token, 0.0)
-    target_left = target.scatter(1, token, 0.0) if certain else (target - draft).clamp_min(0.0)
+    target_left = torch.where(
+        chosen, target.scatter(1, token, 0.0), (target - draft).clamp_min(0.0)
+    )
     mass = target_left.sum(-1, keepdim=True)
     # No mass: target and draft agree, nothing is refused but by rounding.
     target_left = torch.where(mass > 0.0, target_left / mass.clamp_min(_tiny(mass)), target)

@@ -59,13 +59,22 @@ class TableModel:
         return TableCache(batch_size, capacity)
 
     def forward(
-        self, token_ids, cache, *, num_new=None, rows=None, last_only=False, logits=True, **_
+        self,
+        token_ids,
+        cache,
+        *,
+        num_new=None,
+        rows=None,
+        last_only=False,
+        positions=None,
+        **_,
     ) -> ModelOutput:
         self.num_passes += 1
         chosen = slice(None) if rows is None else list(rows)
         width = token_ids.shape[1]
         counts = torch.full((len(token_ids),), width) if num_new is None else num_new
-        positions = cache.lengths[chosen][:, None] + torch.arange(width)
+        if positions is None:
+            positions = cache.lengths[chosen][:, None] + torch.arange(width)
         cache.lengths[chosen] += counts
         assert (cache.lengths <= cache.capacity).all()
         assert (cache.lengths <= self.max_positions).all(), "a position past the model's last one"

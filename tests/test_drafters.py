@@ -145,7 +145,8 @@ class TreeTable(TableModel):
 
 def test_trees_from_a_drafter_of_chains_are_refused_before_any_pass():
     model = TableModel.reciting([1, 2, 3], 8)
-    decoder = SpeculativeDecoder(model, PromptLookupDrafter(), num_draft_tokens=StaticTree((2,)))
+    drafter = ScriptedDrafter(lambda prefix, position: 1)
+    decoder = SpeculativeDecoder(model, drafter, num_draft_tokens=StaticTree((2,)))
     with pytest.raises(ValueError, match="drafts chains only"):
         decoder.generate([[1]], max_new_tokens=4)
     assert model.num_passes == 0

@@ -9,8 +9,17 @@ from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specdec_runtime.assets import cache_folder
+from specdec_runtime.formats import (
+    DrafterManifest,
+    TargetRecord,
+    check_target,
+    read_manifest,
+    write_drafter,
+)
 from specdec_runtime.gguf_folder import convert_gguf
-from specdec_runtime.model_names import DEFAULT_TARGET, resolve_model
+from specdec_runtime.loading import load_target
+from specdec_runtime.model_names import DEFAULT_TARGET, portable_name, resolve_model
+from specdec_runtime.tokenizers import tokenizer_hash
 
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Merges in the order they were learned; "G" stands for the byte-level space.
@@ -267,3 +276,26 @@ def test_names_resolve_to_folders_or_stay_hub_ids(folder):
 def test_the_default_target_has_its_own_ids(text, expected):
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(DEFAULT_TARGET))
     assert pieces(tokenizer, text) == expected
+
+
+def test_a_drafter_folder_finds_its_target_on_another_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRAFTLOOP_CACHE", str(tmp_path / "here"))
+    trained_for = load_target("tiny-random", engine="eager")
+    record = TargetRecord(name=trained_for.name, fingerprint=trained_for.fingerprint)
+    hashed = tokenizer_hash(trained_for.tokenizer)
+    manifest = DrafterManifest(kind="causal_lm", target=record, tokenizer_hash=hashed)
+    write_drafter(tmp_path / "drafter", tiny_model(8), manifest)
+    monkeypatch.setenv("DRAFTLOOP_CACHE", str(tmp_path / "elsewhere"))
+    (tmp_path / "here").rename(tmp_path / "gone")
+    name = read_manifest(tmp_path / "drafter").target.name
+    assert str(tmp_path) not in name
+    found = load_target(name, engine="eager")
+    check_target(manifest, found, tokenizer_hash(found.tokenizer))
+    assert found.source.startswith(str(tmp_path / "elsewhere"))
+
+
+def test_a_path_is_recorded_whole(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    assert portable_name(folder.name) == str(folder.resolve())
+    assert portable_name("owner/name") == "owner/name"
+    assert portable_name("tiny-random") == "tiny-random"

@@ -5,7 +5,7 @@ import pytest
 from eval.acceptance import measure_acceptance
 from eval.budget import Amounts, describe, estimate, fit_prompts, total
 from eval.config import EvaluationConfig
-from eval.costs import fit_line, measure_costs, run_lengths, time_passes
+from eval.costs import measure_costs, run_lengths
 from eval.progress import silent_stage
 from eval.reference import Reference, find_baseline, own_decoder, plain_decoders
 from eval.speed import (
@@ -19,6 +19,7 @@ from eval.speed import (
 )
 from eval.suites import EvalPrompt
 from eval.timing import time_suite
+from specdec_runtime.auto_length import time_passes
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.hf_model import HFModel
@@ -151,11 +152,7 @@ def test_costs_of_a_faster_baseline_are_stated_against_that_one(target):
     assert result.costs.plain_overhead == pytest.approx(-1.0, abs=1e-3)
 
 
-def test_line_through_drafting_times():
-    assert fit_line({1: 3.0, 2: 5.0, 4: 9.0}) == pytest.approx((1.0, 2.0))
-    assert fit_line({3: 6.0}) == pytest.approx((0.0, 2.0))
-    assert fit_line({}) == (0.0, 0.0)
-    assert fit_line({1: 2.0, 2: 2.0, 4: 2.0}) == pytest.approx((2.0, 0.0))
+def test_doubling_draft_lengths_are_run():
     assert run_lengths(6) == [0, 1, 2, 4, 6]
 
 

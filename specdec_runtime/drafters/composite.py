@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_runtime.draft import Draft, Drafter, DraftSession
+from specdec_runtime.draft import Draft, Drafter, DraftSession, TreeSession
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.drafters.causal_lm import load as load_causal_lm
 from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
 from specdec_runtime.engines import Engine
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
+from specdec_runtime.tree_growth import TreeShape
+from specdec_runtime.trees import DraftTree
 
 
 class CompositeDrafter:
@@ -39,7 +41,10 @@ class CompositeDrafter:
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "CompositeSession":
         first = self.lookup.begin(batch_size, capacity, sampler)
-        return CompositeSession(first, self.model.begin(batch_size, capacity, sampler))
+        second = self.model.begin(batch_size, capacity, sampler)
+        if isinstance(first, TreeSession) and isinstance(second, TreeSession):
+            return TreeCompositeSession(first, second)
+        return CompositeSession(first, second)
 
 
 def load(
@@ -82,6 +87,48 @@ class CompositeSession:
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         self._lookup.commit(rows, committed)
         self._model.commit(rows, committed)
+
+
+class TreeCompositeSession(CompositeSession):
+    """Of two that can both draft trees."""
+
+    def __init__(self, lookup: TreeSession, model: TreeSession) -> None:
+        super().__init__(lookup, model)
+        self._lookup: TreeSession = lookup
+        self._model: TreeSession = model
+
+    def propose_trees(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        limits: list[int],
+        shape: TreeShape,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        found = self._lookup.propose_trees(rows, committed, limits, shape, features)
+        counts = found.num_drafted.tolist()
+        rest = [0 if count else limit for limit, count in zip(limits, counts, strict=True)]
+        drafted = self._model.propose_trees(rows, committed, rest, shape, features)
+        return _merged_trees(found, drafted)
+
+
+def _merged_trees(found: Draft, drafted: Draft) -> Draft:
+    """Row by row whichever drafted a tree; those of lookup claim no distribution (zeros)."""
+    if drafted.exit_hidden is not None:
+        raise ValueError("a composite takes trees of a model of its own: not of early exit")
+    if found.tree is None or drafted.tree is None:
+        return drafted if found.tree is None else found
+    num_nodes = found.num_drafted + drafted.num_drafted
+    width = max(found.token_ids.shape[1], drafted.token_ids.shape[1])
+    is_found = (found.num_drafted > 0)[:, None]
+    ids, parents = (
+        torch.where(is_found, _widened(ours.cpu(), width), _widened(theirs.cpu(), width))
+        for ours, theirs in zip(found.tree[:2], drafted.tree[:2], strict=True)
+    )
+    probs = drafted.probs
+    if probs is not None:
+        probs = torch.nn.functional.pad(probs, (0, 0, 0, width + 1 - probs.shape[1]))
+    return Draft(ids, num_nodes, probs, tree=DraftTree(ids, parents, num_nodes))
 
 
 def _merged(found: Draft, drafted: Draft) -> Draft:

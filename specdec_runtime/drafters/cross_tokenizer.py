@@ -27,6 +27,9 @@ from specdec_runtime.retokenized import Retokenized
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 from specdec_runtime.token_bytes import shared_tokens
+from specdec_runtime.tree_drafting import draft_trees, tree_inputs
+from specdec_runtime.tree_growth import TreeShape
+from specdec_runtime.trees import DraftTree
 
 
 class Mode(Enum):
@@ -110,9 +113,9 @@ class _Session:
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         pass  # what no longer fits the text is dropped when it is read again
 
-    def _read(self, rows: list[int], committed: list[list[int]], lengths: LengthRound) -> None:
-        """Re-encode, roll the cache back to what still holds, and cap rows that cannot draft."""
-        for member, (row, tokens) in enumerate(zip(rows, committed, strict=True)):
+    def _read(self, rows: list[int], committed: list[list[int]]) -> list[int]:
+        """Re-encode and roll the cache back to what still holds; what each row may draft at most."""
+        for row, tokens in zip(rows, committed, strict=True):
             text = self._texts[row]
             text.read(tokens)
             common = 0
@@ -122,9 +125,7 @@ class _Session:
                 common += 1
             self._fed[row] = self._fed[row][:common]
             self._cache.truncate([common], [row])
-            room = self._model.max_positions - len(text.draft_ids) + 1
-            can_draft = text.is_whole and text.draft_ids
-            lengths.cap(member, room if can_draft else 0)
+        return [self._room(row) for row in rows]
 
     def _feed(self, members: list[int], rows: list[int], ids: Tensor | None) -> Tensor:
         """[n, W] logits after feeding `ids` [n], or what the cache lacks of the text."""
@@ -133,16 +134,29 @@ class _Session:
             new = [self._texts[row].draft_ids[len(self._fed[row]) :] for row in batch]
         else:
             new = [[token] for token in ids.tolist()]
+        logits = self._append(batch, new)
+        assert logits is not None
+        return logits[:, 0]
+
+    def _append(
+        self, batch: list[int], new: list[list[int]], *, logits: bool = True
+    ) -> Tensor | None:
+        """Feed some rows `new` tokens each, at least one; [n, 1, W] logits after the last."""
         width = max(map(len, new))
         padded = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in new])
         counts = torch.tensor([len(tokens) for tokens in new])
         for row, tokens in zip(batch, new, strict=True):
             self._fed[row] = self._fed[row] + tokens
         output = self._model.forward(
-            padded, self._cache, num_new=counts, rows=batch, last_only=True
+            padded, self._cache, num_new=counts, rows=batch, last_only=True, logits=logits
         )
-        assert output.logits is not None
-        return output.logits[:, 0]
+        return output.logits
+
+    def _room(self, row: int) -> int:
+        """Most tokens that the drafter can draft behind the row's text; 0 inside a character."""
+        text = self._texts[row]
+        can_draft = text.is_whole and text.draft_ids
+        return self._model.max_positions - len(text.draft_ids) + 1 if can_draft else 0
 
 
 class TextDraftSession(_Session):
@@ -155,7 +169,8 @@ class TextDraftSession(_Session):
         lengths: LengthRound,
         features: dict[int, Tensor] | None = None,
     ) -> Draft:
-        self._read(rows, committed, lengths)
+        for member, room in enumerate(self._read(rows, committed)):
+            lengths.cap(member, room)
         wanted = [lengths.limit(member) for member in range(len(rows))]
         written: list[list[int]] = [[] for _ in rows]
         members = [member for member, count in enumerate(wanted) if count > 0]
@@ -207,14 +222,12 @@ class TokenDraftSession(_Session):
         lengths: LengthRound,
         features: dict[int, Tensor] | None = None,
     ) -> Draft:
-        self._read(rows, committed, lengths)
+        for member, room in enumerate(self._read(rows, committed)):
+            lengths.cap(member, room)
 
         def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
             ids = None if tokens is None else self._to_draft[tokens]
-            logits = self._feed(members, rows, ids)
-            full = logits.new_full((len(members), self._sampler.vocab_size), float("-inf"))
-            full[:, self._target_ids] = logits[:, self._draft_ids]
-            return full
+            return self._to_target(self._feed(members, rows, ids))
 
         return draft_chain(
             rows,
@@ -224,3 +237,55 @@ class TokenDraftSession(_Session):
             next_logits=next_logits,
             temperature=self._drafter.temperature,
         )
+
+    def propose_trees(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        limits: list[int],
+        shape: TreeShape,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        room = self._read(rows, committed)
+
+        def tree_logits(members: list[int], tree: DraftTree) -> Tensor:
+            return self._feed_trees(members, rows, tree)
+
+        return draft_trees(
+            rows,
+            committed,
+            [min(limit, most) for limit, most in zip(limits, room, strict=True)],
+            shape=shape,
+            sampler=self._sampler,
+            tree_logits=tree_logits,
+            temperature=self._drafter.temperature,
+        )
+
+    def _feed_trees(self, members: list[int], rows: list[int], tree: DraftTree) -> Tensor:
+        """[n, N + 1, V] logits after the text and every node; the cache forgets the trees."""
+        batch = [rows[member] for member in members]
+        texts = [self._texts[row].draft_ids for row in batch]
+        unseen = {row: ids[len(self._fed[row]) : -1] for row, ids in zip(batch, texts, strict=True)}
+        behind = [row for row in batch if unseen[row]]
+        if behind:
+            self._append(behind, [unseen[row] for row in behind], logits=False)
+        own = tree._replace(token_ids=self._to_draft[tree.token_ids.to(self._to_draft.device)])
+        inputs = tree_inputs([ids[-1] for ids in texts], own)
+        starts = self._cache.lengths[batch]
+        output = self._model.forward(
+            inputs.token_ids,
+            self._cache,
+            num_new=inputs.num_new,
+            rows=batch,
+            positions=starts[:, None] + inputs.depths.cpu(),
+            visible=inputs.visible,
+        )
+        self._cache.truncate(starts, batch)
+        assert output.logits is not None
+        return self._to_target(output.logits)
+
+    def _to_target(self, logits: Tensor) -> Tensor:
+        """[..., W] -> [..., V]; tokens that only one vocabulary has get no mass."""
+        full = logits.new_full((*logits.shape[:-1], self._sampler.vocab_size), float("-inf"))
+        full[..., self._target_ids] = logits[..., self._draft_ids]
+        return full

@@ -23,6 +23,9 @@ from specdec_runtime.engines import Engine
 from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
+from specdec_runtime.tree_drafting import draft_trees, tree_inputs
+from specdec_runtime.tree_growth import TreeShape
+from specdec_runtime.trees import DraftTree
 
 
 class EarlyExitDrafter:
@@ -96,9 +99,10 @@ class EarlyExitSession:
         def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
             if tokens is None:
                 tokens = torch.tensor([committed[member][-1] for member in members])
-            logits, residual = self._lower_layers(tokens, [rows[i] for i in members], draws=True)
-            fed.append((members, residual))
-            return logits[:, : self._sampler.vocab_size]
+            batch = [rows[member] for member in members]
+            logits, residual = self._lower_layers(tokens[:, None], batch, draws=True)
+            fed.append((members, residual[:, 0]))
+            return logits[:, 0, : self._sampler.vocab_size]
 
         draft = draft_chain(
             rows,
@@ -117,33 +121,90 @@ class EarlyExitSession:
             int(draft.token_ids[i, count - 1]) if count else committed[i][-1]
             for i, count in enumerate(counts)
         ]
-        _, residual = self._lower_layers(torch.tensor(last), rows, draws=False)
-        fed.append((list(range(len(rows))), residual))
+        _, residual = self._lower_layers(torch.tensor(last)[:, None], rows, draws=False)
+        fed.append((list(range(len(rows))), residual[:, 0]))
         assert self._cache is not None
         self._cache.truncate([len(tokens) - 1 for tokens in committed], rows)
         hidden = _in_order(fed, counts)
         return draft._replace(exit_layer=self._drafter.exit_layer, exit_hidden=hidden)
 
+    def propose_trees(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        limits: list[int],
+        shape: TreeShape,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        """Trees feed all their nodes once a level: the lower layers are computed again for those."""
+
+        def tree_logits(members: list[int], tree: DraftTree) -> Tensor:
+            logits, _ = self._feed_trees(members, rows, committed, tree, draws=True)
+            return logits[..., : self._sampler.vocab_size]
+
+        draft = draft_trees(
+            rows,
+            committed,
+            limits,
+            shape=shape,
+            sampler=self._sampler,
+            tree_logits=tree_logits,
+            temperature=self._drafter.temperature,
+        )
+        if draft.tree is None:
+            return draft
+        everyone = list(range(len(rows)))
+        _, hidden = self._feed_trees(everyone, rows, committed, draft.tree, draws=False)
+        return draft._replace(exit_layer=self._drafter.exit_layer, exit_hidden=hidden)
+
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         pass
 
-    def _lower_layers(
-        self, tokens: Tensor, rows: list[int], *, draws: bool
+    def _feed_trees(
+        self,
+        members: list[int],
+        rows: list[int],
+        committed: list[list[int]],
+        tree: DraftTree,
+        *,
+        draws: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Feed one token a row to the lower layers: logits [n, V] (if it draws), residual [n, D]."""
+        """Pending tokens and trees through the lower layers, whose cache lengths stay: logits
+        [n, N + 1, V] (if it draws) and residuals [n, N + 1, D]."""
+        assert self._cache is not None, "share has to be called before propose_trees"
+        batch = [rows[member] for member in members]
+        inputs = tree_inputs([committed[member][-1] for member in members], tree)
+        starts = self._cache.lengths[batch]
+        found = self._lower_layers(
+            inputs.token_ids,
+            batch,
+            draws=draws,
+            num_new=inputs.num_new,
+            positions=starts[:, None] + inputs.depths.cpu(),
+            visible=inputs.visible,
+        )
+        self._cache.truncate(starts, batch)
+        return found
+
+    def _lower_layers(
+        self, token_ids: Tensor, rows: list[int], *, draws: bool, **places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Feed [n, Q] tokens to the lower layers: logits [n, Q, V] (if it draws) and residuals
+        [n, Q, D]; `places` as in `CausalModel.forward`."""
         assert self._cache is not None, "share has to be called before propose"
         exit_layer, adapter = self._drafter.exit_layer, self._drafter.adapter
         output = self._model.forward(
-            tokens[:, None],
+            token_ids,
             self._cache,
             rows=rows,
             layers=(0, exit_layer),
             hidden_layers=(exit_layer,),
             logits=draws and adapter is None,
             early_head=draws and adapter is None,
+            **places,  # type: ignore[arg-type]
         )
-        residual = output.hidden[exit_layer][:, 0]
-        logits = output.logits[:, 0] if output.logits is not None else residual[:, :0]
+        residual = output.hidden[exit_layer]
+        logits = output.logits if output.logits is not None else residual[..., :0]
         if draws and adapter is not None:
             logits = self._model.logits_of(adapter(residual))
         return logits, residual

@@ -8,16 +8,23 @@ newest earlier occurrence wins, and a match that runs into the end of the text g
 tokens it has just proposed, so a loop of any period is followed for the whole draft.
 """
 
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from specdec_runtime.branches import Branch
 from specdec_runtime.draft import Draft, chains
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
+from specdec_runtime.tree_drafting import certain_trees
+from specdec_runtime.tree_growth import TreeShape
+
+_MAX_BRANCHES = 16  # occurrences of one suffix that a tree is grown from
 
 
 class PromptLookupDrafter:
@@ -80,16 +87,37 @@ class PromptLookupSession:
             ]
         )
 
+    def propose_trees(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        limits: list[int],
+        shape: TreeShape,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        """The newest occurrences as branches; those of a longer suffix lead."""
+        branches = []
+        for row, tokens, limit in zip(rows, committed, limits, strict=True):
+            table = self._tables[row]
+            table.extend(tokens)
+            branches.append(
+                Branch.merged(
+                    (continuation(tokens, end, min(limit, shape.num_nodes)), float(size))
+                    for size, end in table.matches(tokens)
+                )
+            )
+        return certain_trees(branches, limits, shape)
+
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         pass
 
 
 class _NgramIndex:
-    """Where each n-gram of a growing text ended last, and the time before that."""
+    """Where each n-gram of a growing text has ended, newest last."""
 
     def __init__(self, sizes: range) -> None:
         self._sizes = sizes
-        self._ends: dict[tuple[int, ...], int] = {}
+        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self._num_indexed = 0
 
     def extend(self, tokens: list[int]) -> None:
@@ -97,16 +125,23 @@ class _NgramIndex:
         for end in range(self._num_indexed + 1, len(tokens)):
             for size in self._sizes:
                 if end >= size:
-                    self._ends[tuple(tokens[end - size : end])] = end
+                    self._ends[tuple(tokens[end - size : end])].append(end)
         self._num_indexed = max(self._num_indexed, len(tokens) - 1)
 
     def match(self, tokens: list[int]) -> int | None:
         """Where the newest earlier occurrence of the longest known suffix of `tokens` ended."""
+        return next((end for _, end in self.matches(tokens)), None)
+
+    def matches(self, tokens: list[int]) -> Iterator[tuple[int, int]]:
+        """(size, end) of earlier occurrences of the suffixes of `tokens`, each end once: longest
+        suffix first, newest first, a few of each size."""
+        seen: set[int] = set()
         for size in reversed(self._sizes):
-            end = self._ends.get(tuple(tokens[-size:])) if len(tokens) >= size else None
-            if end is not None:
-                return end
-        return None
+            ends = self._ends.get(tuple(tokens[-size:]), []) if len(tokens) >= size else []
+            for end in reversed(ends[-_MAX_BRANCHES:]):
+                if end not in seen:
+                    seen.add(end)
+                    yield size, end
 
 
 def continuation(tokens: list[int], start: int, count: int) -> list[int]:

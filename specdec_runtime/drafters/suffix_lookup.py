@@ -14,12 +14,15 @@ from typing import Any
 
 from torch import Tensor
 
+from specdec_runtime.branches import Branch
 from specdec_runtime.draft import Draft, chains
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine
 from specdec_runtime.occurrences import Occurrences
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
+from specdec_runtime.tree_drafting import certain_trees
+from specdec_runtime.tree_growth import TreeShape
 
 
 class SuffixLookupDrafter:
@@ -78,6 +81,16 @@ class SuffixLookupDrafter:
         ]
         return max(found, key=lambda continuation: sum(continuation.survival)).token_ids
 
+    def branches(self, own: Occurrences, tokens: list[int], limit: int) -> Branch:
+        """Everything that this text and the earlier ones predict."""
+        return Branch.merged(
+            (following, float(length))
+            for source in (own, self._corpus)
+            for following, length in source.continuations(
+                tokens, limit, tokens_per_match=self.tokens_per_match
+            )
+        )
+
 
 def load(
     folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
@@ -117,6 +130,22 @@ class SuffixLookupSession:
             lengths.tell(None)
         counts = lengths.num_drafted
         return chains([tokens[:count] for tokens, count in zip(found, counts, strict=True)])
+
+    def propose_trees(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        limits: list[int],
+        shape: TreeShape,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        """All occurrences as branches; the longer the match, the more its vote counts."""
+        branches = []
+        for row, tokens, limit in zip(rows, committed, limits, strict=True):
+            self._read(row, tokens)
+            depth = min(limit, shape.num_nodes)
+            branches.append(self._drafter.branches(self._own[row], tokens, depth))
+        return certain_trees(branches, limits, shape)
 
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         if self._corpus is None:
