@@ -28,6 +28,7 @@ def make_model(
     *,
     engine: Engine | str = Engine.auto,
     head_rows: Tensor | None = None,
+    head_token_ids: Tensor | None = None,
 ) -> CausalModel:
     """A model ready to decode.
 
@@ -35,6 +36,7 @@ def make_model(
         module: a loaded decoder-only model; the native engine copies its weights.
         engine: `auto` is the native engine on a CPU where it supports the model, else eager.
         head_rows: [n] int64, the only rows of the head to compute.
+        head_token_ids: [n] int64, the tokens that the rows of a reduced head stand for.
 
     Raises:
         ValueError: the engine named cannot run this model; the message says why.
@@ -51,7 +53,9 @@ def make_model(
     if engine is Engine.native:
         if reason := native_obstacle(module):
             raise ValueError(f"engine=native cannot run this model: {reason}; use engine=eager")
-        return native.NativeModel.from_hf(module, head_rows=head_rows)
+        return native.NativeModel.from_hf(
+            module, head_rows=head_rows, head_token_ids=head_token_ids
+        )
     compiled = engine is Engine.compiled
     if compiled and (reason := compile_obstacle(module.device)):
         _warn_once(f"decoding without compilation: {reason}")

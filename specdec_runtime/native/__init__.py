@@ -13,8 +13,16 @@ There is no fallback in here: where `available()` or `supports()` says no, use `
 
 from specdec_runtime.native.build import BuildError, load_library
 from specdec_runtime.native.engine import NativeCache, NativeModel
+from specdec_runtime.native.linear import NativeLinear
 
-__all__ = ["BuildError", "NativeCache", "NativeModel", "available", "unavailable_reason"]
+__all__ = [
+    "BuildError",
+    "NativeCache",
+    "NativeLinear",
+    "NativeModel",
+    "available",
+    "unavailable_reason",
+]
 
 
 def available() -> bool:

@@ -33,7 +33,8 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     _fields_ = [
         ("layers", POINTER(Layer)), ("head", Linear), ("embedding", c_void_p),
-        ("norm_final", c_void_p), ("inverse_frequencies", c_void_p), ("head_token_ids", c_void_p),
+        ("norm_final", c_void_p), ("norm_embedding", c_void_p), ("inverse_frequencies", c_void_p),
+        ("head_token_ids", c_void_p),
         ("num_layers", c_int64), ("hidden_size", c_int64), ("mlp_size", c_int64),
         ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64),
         ("num_logits", c_int64), ("is_bfloat16", c_int64),

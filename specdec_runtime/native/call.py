@@ -123,7 +123,8 @@ class Call:
     def want_hidden(self, layers: Sequence[int], has_head: bool) -> dict[int, Tensor]:
         first, end = self.request.first_layer, self.request.end_layer
         allowed = [*range(first, end + 1), *([-1] if has_head else [])]
-        hidden = {}
+        hidden: dict[int, Tensor] = {}
+        self.hidden = hidden  # alive as long as the call
         for k in layers:
             if k not in allowed:
                 raise ValueError(f"hidden layer {k}: this pass has {allowed}")

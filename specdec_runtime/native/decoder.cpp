@@ -29,6 +29,9 @@ struct Model {
     Linear head;
     const void* embedding;             // [vocabulary, D], plain rows
     const float* norm_final;           // [D rounded up to 16]
+    // [D rounded up to 16] or null. If given, attention reads [norm(embedding); norm(residual)], each
+    // D rounded up to 16 wide, and the residual comes from hidden_in (a layer of EAGLE-3).
+    const float* norm_embedding;
     const float* inverse_frequencies;  // [E / 2]
     const int64_t* head_token_ids;     // [num_logits]: the token of each logit column
     int64_t num_layers, hidden_size, mlp_size, num_heads, num_kv_heads, head_dim, num_logits,
@@ -77,7 +80,7 @@ constexpr int64_t MAX_TOKENS_NORMALISED_ALONE = 8;
 
 // The activations of one segment. Kept by each calling thread: no page faults from call to call.
 struct Buffers {
-    std::vector<float> residual, normed, wanted, qkv, attended, gated, cosine, sine, scores;
+    std::vector<float> residual, embedded, fused, normed, wanted, qkv, attended, gated, cosine, sine, scores;
 
     void resize(std::vector<float>& buffer, int64_t size) {
         if (int64_t(buffer.size()) < size) buffer.resize(size);
@@ -118,6 +121,7 @@ class Segment {
     void run_head(Team& team);
     void compute_angles(int64_t t);
     const float* normalise(Team& team, const float* weight);
+    const float* fuse(Team& team, const float* weight);
     void write_hidden(Team& team, int64_t k, const float* x);
     void place_head(const Layer& layer, int64_t layer_index, int64_t t, int64_t head);
     void rotate(int64_t t, float* head) const;
@@ -167,6 +171,10 @@ Segment::Segment(const Model& model, const Cache& cache, const Request& request,
     buffers.resize(buffers.residual, num_tokens * hidden_stride);
     const int64_t copies = num_tokens <= MAX_TOKENS_NORMALISED_ALONE ? request.threads : 1;
     buffers.resize(buffers.normed, copies * num_tokens * hidden_stride);
+    if (model.norm_embedding != nullptr) {
+        buffers.resize(buffers.embedded, num_tokens * hidden_stride);
+        buffers.resize(buffers.fused, num_tokens * 2 * hidden_stride);
+    }
     buffers.resize(buffers.wanted, int64_t(logit_tokens.size()) * hidden_stride);
     buffers.resize(buffers.qkv, num_tokens * qkv_stride);
     buffers.resize(buffers.attended, num_tokens * attended_stride);
@@ -195,12 +203,18 @@ void Segment::embed(Team& team) {
     team.share(num_tokens, [&](int64_t t) {
         float* x = &buffers.residual[t * hidden_stride];
         const int64_t index = tokens[t].index;
-        if (request.hidden_in != nullptr)
-            std::copy_n(request.hidden_in + index * size, size, x);
-        else
+        const auto embed_into = [&](float* out) {
             for (int64_t i = 0; i < size; ++i)
-                x[i] = to_float(embedding[request.token_ids[index] * size + i]);
-        std::fill(x + size, x + hidden_stride, 0.0f);
+                out[i] = to_float(embedding[request.token_ids[index] * size + i]);
+            std::fill(out + size, out + hidden_stride, 0.0f);
+        };
+        if (model.norm_embedding != nullptr) embed_into(&buffers.embedded[t * hidden_stride]);
+        if (request.hidden_in != nullptr) {
+            std::copy_n(request.hidden_in + index * size, size, x);
+            std::fill(x + size, x + hidden_stride, 0.0f);
+        } else {
+            embed_into(x);
+        }
         compute_angles(t);
     });
 }
@@ -242,6 +256,18 @@ const float* Segment::normalise(Team& team, const float* weight) {
     return out;
 }
 
+// [norm(embedding); norm(residual)] of every token.
+const float* Segment::fuse(Team& team, const float* weight) {
+    team.share(num_tokens, [&](int64_t t) {
+        float* out = &buffers.fused[t * 2 * hidden_stride];
+        rms_norm(&buffers.embedded[t * hidden_stride], model.norm_embedding, model.hidden_size,
+                 hidden_stride, model.norm_epsilon, out);
+        rms_norm(&buffers.residual[t * hidden_stride], weight, model.hidden_size, hidden_stride,
+                 model.norm_epsilon, out + hidden_stride);
+    });
+    return buffers.fused.data();
+}
+
 // residual += x times the matrix.
 template <class Weight>
 void Segment::add_product(Team& team, const Linear& linear, const std::vector<float>& x,
@@ -256,8 +282,10 @@ void Segment::add_product(Team& team, const Linear& linear, const std::vector<fl
 template <class Weight>
 void Segment::run_layer(Team& team, int64_t index) {
     const Layer& layer = model.layers[index];
-    const float* normed = normalise(team, layer.norm_attention);
-    matrix_product<Weight>(team, layer.qkv, normed, hidden_stride, num_tokens, 1,
+    const bool fused = model.norm_embedding != nullptr;
+    const float* normed =
+        fused ? fuse(team, layer.norm_attention) : normalise(team, layer.norm_attention);
+    matrix_product<Weight>(team, layer.qkv, normed, hidden_stride * (fused ? 2 : 1), num_tokens, 1,
                            [this](int64_t row, int64_t first, int64_t count, const float* product) {
                                std::copy_n(product, count, &buffers.qkv[row * qkv_stride + first]);
                            });
@@ -497,14 +525,26 @@ void draftloop_logits(const Model* model, const float* hidden, int64_t rows, int
 }
 
 // Runs the request (which wants the last logits), then drafts greedily: drafted [rows, steps].
-// The last drafted token is not fed, so each row grows by num_new + steps - 1.
+// The last drafted token is not fed, so each row grows by num_new + steps - 1. If the request wants
+// hidden states (of one kind), those of a row's last token enter the next step as its hidden_in.
 void draftloop_greedy_chain(const Model* model, const Cache* cache, const Request* request,
                             int64_t steps, int64_t* drafted) {
     std::vector<int64_t> latest(request->rows);
     const std::vector<int64_t> ones(request->rows, 1);
+    const int64_t size = model->hidden_size;
+    const float* states = nullptr;
+    for (int64_t k = 0; k < model->num_layers + 2; ++k)
+        if (request->hidden_out[k] != nullptr) states = request->hidden_out[k];
+    std::vector<float> entering(states == nullptr ? 0 : request->rows * size);
     Request next = *request;
     for (int64_t step = 0; step < steps; ++step) {
         draftloop_forward(model, cache, &next);
+        if (states != nullptr) {
+            for (int64_t r = 0; r < request->rows; ++r)
+                std::copy_n(states + (r * next.width + next.num_new[r] - 1) * size, size,
+                            &entering[r * size]);
+            next.hidden_in = entering.data();
+        }
         for (int64_t r = 0; r < request->rows; ++r) {
             const int64_t column =
                 argmax(request->logits + r * model->num_logits, model->num_logits);

@@ -51,6 +51,7 @@ class NativeModel:
         *,
         weight_dtype: torch.dtype | None = None,
         head_rows: Tensor | None = None,
+        head_token_ids: Tensor | None = None,
     ) -> "NativeModel":
         """Copies the weights of a transformers model.
 
@@ -58,6 +59,8 @@ class NativeModel:
             weight_dtype: torch.bfloat16 or torch.float32. None = bfloat16 where that changes no
                 weight (half the bytes, the same numbers), else float32.
             head_rows: [n] int64: keep only these rows of the head; logits then have n columns.
+            head_token_ids: [n] int64: the tokens that the columns stand for, where they are not
+                the numbers of the rows.
 
         Raises:
             ValueError: if the model is not supported; the message names what is not.
@@ -65,7 +68,9 @@ class NativeModel:
         """
         if reason := cls.supports(model.config):
             raise ValueError(f"the C++ decoder does not support {reason}; use HFModel")
-        packed = pack_weights(model, weight_dtype=weight_dtype, head_rows=head_rows)
+        packed = pack_weights(
+            model, weight_dtype=weight_dtype, head_rows=head_rows, head_token_ids=head_token_ids
+        )
         return cls(model.config, packed)
 
     def new_cache(self, batch_size: int, capacity: int) -> NativeCache:
@@ -118,12 +123,18 @@ class NativeModel:
         rows: Indices | None = None,
         steps: int,
         layers: tuple[int, int] | None = None,
+        hidden_in: Tensor | None = None,
+        hands_on: int | None = None,
     ) -> Tensor:
         """Feeds the given tokens, then drafts by argmax without returning to Python.
 
         The lowest id wins a tie, as in `torch.argmax`. The last drafted token is not fed: each row
         of the cache grows by num_new + steps - 1. `layers=(0, n)` drafts with the first n layers
         and the model's own norm and head.
+
+        Args: as in `forward`, and
+            hands_on: the layer whose hidden state of a row's last token enters the next step as
+                its `hidden_in`; None = the next step starts from its token's embedding.
 
         Returns: [b, steps] int64 token ids; with `head_rows`, ids of the full vocabulary.
         """
@@ -138,6 +149,9 @@ class NativeModel:
             layers=layers,
             extra=steps - 1,
         )
+        call.set_hidden_in(hidden_in)
+        if hands_on is not None:
+            call.want_hidden([hands_on], has_head=True)
         call.want_logits(last_only=True)
         drafted = torch.empty(len(token_ids), steps, dtype=torch.int64)
         abi.decoder().draftloop_greedy_chain(

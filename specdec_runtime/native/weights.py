@@ -64,12 +64,14 @@ def pack_weights(
     *,
     weight_dtype: torch.dtype | None,
     head_rows: Tensor | None,
+    head_token_ids: Tensor | None = None,
 ) -> PackedWeights:
     """Copies all weights of `model` into the layout of decoder.cpp.
 
     Args:
         weight_dtype: bfloat16 or float32; None = bfloat16 if that changes no weight.
         head_rows: [n] int64 rows of the head to keep, in this order; None = all.
+        head_token_ids: [n] int64 tokens that the kept rows stand for; None = their own numbers.
 
     Raises:
         ValueError: a layer that is not a plain nn.Linear, or another weight_dtype.
@@ -87,12 +89,16 @@ def pack_weights(
     embedding = packer.copy(decoder.embed_tokens.weight, dtype)
     head, rotary = _plain(model.lm_head, "lm_head"), decoder.rotary_emb
     rows = torch.arange(len(head.weight)) if head_rows is None else head_rows.cpu().long()
+    tokens = rows if head_token_ids is None else head_token_ids.cpu().long()
+    assert len(tokens) == len(rows), (len(tokens), len(rows))
+    fused_norm = _embedding_norm(decoder.layers[0])
     packed = abi.Model(
         layers=layers,
         head=packer.linear(head.weight[rows], _map(head.bias, lambda bias: bias[rows])),
         embedding=abi.pointer(embedding), norm_final=packer.vector(decoder.norm.weight),
+        norm_embedding=_map(fused_norm, lambda norm: packer.vector(norm.weight)),
         inverse_frequencies=abi.pointer(packer.copy(rotary.inv_freq, torch.float32)),
-        head_token_ids=abi.pointer(packer.keep(rows)),
+        head_token_ids=abi.pointer(packer.keep(tokens)),
         num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
         mlp_size=config.intermediate_size, num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads, head_dim=head_dim(config), num_logits=len(rows),
@@ -105,6 +111,20 @@ def pack_weights(
         num_embeddings=len(embedding),
         tensors=packer.tensors,
         layers=layers,
+    )
+
+
+def pack_matrix(linear: nn.Linear) -> PackedWeights:
+    """One matrix as the head of a model without layers."""
+    weight = linear.weight.detach()
+    packer = _Packer(torch.bfloat16 if _is_exact(weight) else torch.float32)
+    layers = (abi.Layer * 0)()
+    packed = abi.Model(
+        layers=layers, head=packer.linear(weight, linear.bias), hidden_size=weight.shape[1],
+        num_logits=weight.shape[0], is_bfloat16=packer.dtype == torch.bfloat16,
+    )  # fmt: skip
+    return PackedWeights(
+        model=packed, dtype=packer.dtype, num_embeddings=0, tensors=packer.tensors, layers=layers
     )
 
 
@@ -134,15 +154,18 @@ class _Packer:
         out, down = _plain(attention.o_proj, "o_proj"), _plain(mlp.down_proj, "down_proj")
         gate, up = _plain(mlp.gate_proj, "gate_proj"), _plain(mlp.up_proj, "up_proj")
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        fused = _embedding_norm(layer) is not None
+        rows = torch.cat([_pad_heads(p.weight, size) for p in inputs])
         return abi.Layer(
             qkv=self.linear(
-                torch.cat([_pad_heads(p.weight, size) for p in inputs]),
+                _pad_halves(rows) if fused else rows,
                 _concatenate([_map(p.bias, lambda bias: _pad_heads(bias, size)) for p in inputs])),
             attention_out=self.linear(_pad_heads(out.weight.T, size).T, out.bias),
             gate_up=self.linear(_interleave(gate.weight, up.weight),
                                 _map(gate.bias, lambda bias: _interleave(bias, up.bias))),
             down=self.linear(down.weight, down.bias),
-            norm_attention=self.vector(layer.input_layernorm.weight),
+            norm_attention=self.vector(
+                layer.hidden_norm.weight if fused else layer.input_layernorm.weight),
             norm_mlp=self.vector(layer.post_attention_layernorm.weight),
             norm_query=_map(norms[0], lambda norm: self.vector(norm.weight)),
             norm_key=_map(norms[1], lambda norm: self.vector(norm.weight)),
@@ -184,6 +207,17 @@ def _pad_heads(rows: Tensor, size: int) -> Tensor:
     return torch.cat([heads, padding], dim=1).flatten(0, 1)
 
 
+def _embedding_norm(layer: Any) -> Any:
+    """The norm of the embeddings, where attention reads them beside the residual (EAGLE-3)."""
+    return layer.input_layernorm if hasattr(layer, "hidden_norm") else None
+
+
+def _pad_halves(rows: Tensor) -> Tensor:
+    """[outputs, 2 * D] -> [outputs, 2 * (D rounded up)]: zero columns behind each half."""
+    halves = rows.unflatten(1, (2, -1))
+    return nn.functional.pad(halves, (0, -halves.shape[2] % LANES)).flatten(1)
+
+
 def _interleave(gate: Tensor, up: Tensor) -> Tensor:
     """Two [F, ...] -> [2 * F rounded up, ...]: 16 rows of gate, 16 of up, and so on."""
     padding = gate.new_zeros(-len(gate) % LANES, *gate.shape[1:])
@@ -200,8 +234,12 @@ def _window(config: PretrainedConfig, layer: int) -> int:
 
 def _exact_dtype(model: PreTrainedModel) -> torch.dtype:
     """bfloat16 if every matrix is stored in it without a change, else float32."""
-    exact = all(torch.equal(m, m.to(torch.bfloat16).to(m.dtype)) for m in _matrices(model))
+    exact = all(_is_exact(matrix) for matrix in _matrices(model))
     return torch.bfloat16 if exact else torch.float32
+
+
+def _is_exact(matrix: Tensor) -> bool:
+    return torch.equal(matrix, matrix.to(torch.bfloat16).to(matrix.dtype))
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:

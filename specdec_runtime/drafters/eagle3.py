@@ -1,0 +1,252 @@
+"""EAGLE-3: one small layer that continues from the target's own hidden states.
+
+The layer has one cache entry for every position i whose state the target has handed over: that state
+beside the token at i + 1, scoring the token at i + 2. While drafting, the layer's own state stands in
+for the target's; once the target has verified the tokens, those entries are made again from its
+states. So between rounds the cache holds true entries only, and a round begins by feeding the one or
+more states that the last verification brought.
+
+The network: eagle3_network.py. Source: Li et al. 2025, arXiv:2503.01840.
+
+Shapes: b rows, n of them in a step, F states of a row, A layers of the target, D hidden size.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from specdec_runtime.chain import draft_chain
+from specdec_runtime.draft import Draft, no_draft
+from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.draft_vocabulary import DraftVocabulary
+from specdec_runtime.eagle3_network import Eagle3Network, load_eagle3
+from specdec_runtime.engines import Engine, make_model
+from specdec_runtime.formats import read_draft_vocab
+from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.native import NativeLinear, NativeModel
+from specdec_runtime.sampling import Sampler
+from specdec_runtime.target import Target
+
+# The state that a step hands on: the residual after the layer, or the one after the norm.
+_RESIDUAL, _NORMED = 1, -1
+
+
+class Eagle3Drafter:
+    """Drafts with an EAGLE-3 network, greedily where the row is greedy.
+
+    Args:
+        network: its weights are copied where the C++ engine runs it; see `refresh`.
+        draft_vocab: [n] int64, the target id of each row of its head; None = row i is id i.
+        temperature: replaces the temperature of rows that sample, while drafting.
+    """
+
+    def __init__(
+        self,
+        network: Eagle3Network,
+        *,
+        draft_vocab: Tensor | None = None,
+        temperature: float | None = None,
+        engine: Engine | str = Engine.auto,
+    ) -> None:
+        rows = network.lm_head.out_features
+        if draft_vocab is not None and len(draft_vocab) != rows:
+            raise ValueError(
+                f"the draft vocabulary names {len(draft_vocab)} tokens, the head has {rows} rows: "
+                "expected one row a token"
+            )
+        self.network = network
+        self.draft_vocab = draft_vocab
+        self.temperature = temperature
+        self.hidden_layers = tuple(network.config.eagle_aux_hidden_state_layer_ids)
+        self.max_positions: int | None = network.config.max_position_embeddings
+        self.hands_on = _NORMED if network.config.norm_output else _RESIDUAL
+        self._engine = engine
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take over the weights that the network has now; between `generate` calls only."""
+        self.model: CausalModel = make_model(
+            self.network, engine=self._engine, head_token_ids=self.draft_vocab
+        )
+        decoder = self.network.model
+        is_native = isinstance(self.model, NativeModel)
+        self._fc: Callable[[Tensor], Tensor] = NativeLinear(decoder.fc) if is_native else decoder.fc
+
+    @torch.no_grad()
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., A * D] states of the target -> [..., D] float32."""
+        decoder = self.network.model
+        features = features.to(device=decoder.fc.weight.device, dtype=decoder.fc.weight.dtype)
+        return self._fc(decoder.normed_features(features)).float()
+
+    def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "Eagle3Session":
+        return Eagle3Session(self, self.model.new_cache(batch_size, capacity), batch_size, sampler)
+
+
+def load(
+    folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
+) -> Eagle3Drafter:
+    """The drafter in `folder`. Settings: `temperature`.
+
+    Raises:
+        ValueError: if there is none, or it reads states of another size than the target's.
+    """
+    if folder is None:
+        raise ValueError("an eagle3 drafter needs a folder with its weights: give eagle3:FOLDER")
+    network = load_eagle3(folder, device=target.model.device)
+    wanted, found = network.config.target_hidden_size, target.model.hidden_size
+    if wanted != found:
+        raise ValueError(
+            f"{folder} reads states of size {wanted}, those of {target.name} have {found}: "
+            "expected a drafter trained for this target"
+        )
+    return Eagle3Drafter(
+        network,
+        draft_vocab=read_draft_vocab(folder),
+        temperature=settings.get("temperature"),
+        engine=engine,
+    )
+
+
+class Eagle3Session:
+    """The layer's cache for one batch, and the states that it has not been fed yet."""
+
+    def __init__(
+        self, drafter: Eagle3Drafter, cache: Cache, batch_size: int, sampler: Sampler
+    ) -> None:
+        self.cache = cache
+        self._drafter = drafter
+        self._model = drafter.model
+        self._sampler = sampler
+        self._vocab = DraftVocabulary(drafter.draft_vocab, drafter.model, sampler.vocab_size)
+        self._waiting: list[list[Tensor]] = [[] for _ in range(batch_size)]  # each [F, A * D]
+        self._handed_over = [0] * batch_size  # states of each row so far
+
+    def propose(
+        self,
+        rows: list[int],
+        committed: list[list[int]],
+        lengths: LengthRound,
+        features: dict[int, Tensor] | None = None,
+    ) -> Draft:
+        self._take(rows, committed, features)
+        for member, tokens in enumerate(committed):
+            # Drafting k tokens makes entries up to position len(tokens) + k - 3.
+            lengths.cap(member, self._model.max_positions - len(tokens) + 2)
+        if self._can_chain(lengths):
+            return self._greedy_chain(rows, committed, lengths)
+        states: dict[int, Tensor] = {}  # row -> [D], what its next step is entered with
+
+        def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
+            batch = [rows[member] for member in members]
+            if tokens is None:
+                return self._step(batch, states, *self._unseen(members, rows, committed))
+            entering = torch.stack([states[row] for row in batch])[:, None]
+            return self._step(batch, states, tokens[:, None], None, entering)
+
+        return draft_chain(
+            rows,
+            committed,
+            lengths,
+            sampler=self._sampler,
+            next_logits=next_logits,
+            temperature=self._drafter.temperature,
+        )
+
+    def commit(self, rows: list[int], committed: list[list[int]]) -> None:
+        """Entries made of the layer's own states go; the target's are on their way."""
+        self.cache.truncate([self._num_true(row) for row in rows], rows)
+
+    def _num_true(self, row: int) -> int:
+        """Entries of a row that were made of the target's states."""
+        return self._handed_over[row] - sum(map(len, self._waiting[row]))
+
+    def _take(
+        self, rows: list[int], committed: list[list[int]], features: dict[int, Tensor] | None
+    ) -> None:
+        """Keeps the states that the target has handed over until their row drafts."""
+        assert features, "the loop hands over the hidden layers that a drafter names"
+        states = torch.cat([features[k] for k in self._drafter.hidden_layers], dim=-1)
+        for member, (row, tokens) in enumerate(zip(rows, committed, strict=True)):
+            count = len(tokens) - 1 - self._handed_over[row]
+            self._waiting[row].append(states[member, :count])
+            self._handed_over[row] += count
+
+    def _unseen(
+        self, members: list[int], rows: list[int], committed: list[list[int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What the members' rows are fed first: tokens [n, F], counts [n], fused states [n, F, D]."""
+        states, tokens = [], []
+        for member in members:
+            row = rows[member]
+            known = self._num_true(row)
+            states.append(torch.cat(self._waiting[row]))
+            tokens.append(torch.tensor(committed[member][known + 1 :]))
+            self._waiting[row] = []
+        return (
+            pad_sequence(tokens, batch_first=True),
+            torch.tensor([len(part) for part in tokens]),
+            self._drafter.fuse(pad_sequence(states, batch_first=True)),
+        )
+
+    def _step(
+        self,
+        batch: list[int],
+        states: dict[int, Tensor],
+        token_ids: Tensor,
+        num_new: Tensor | None,
+        entering: Tensor,
+    ) -> Tensor:
+        """[n, V] logits after the last entry of each row; puts its state into `states`."""
+        hands_on = self._drafter.hands_on
+        output = self._model.forward(
+            token_ids,
+            self.cache,
+            num_new=num_new,
+            rows=batch,
+            last_only=True,
+            hidden_layers=(hands_on,),
+            layers=(0, 1),
+            hidden_in=entering,
+        )
+        assert output.logits is not None
+        last = [0] * len(batch) if num_new is None else (num_new - 1).tolist()
+        for place, row in enumerate(batch):
+            states[row] = output.hidden[hands_on][place, last[place]]
+        return self._vocab.to_target(output.logits[:, 0])
+
+    def _can_chain(self, lengths: LengthRound) -> bool:
+        """Whether the engine can draft by itself: greedily, over ids that all have a string."""
+        return (
+            isinstance(self._model, NativeModel)
+            and self._sampler.is_plain_greedy
+            and not lengths.needs_confidence
+            and self._vocab.is_proposable
+        )
+
+    def _greedy_chain(
+        self, rows: list[int], committed: list[list[int]], lengths: LengthRound
+    ) -> Draft:
+        while lengths.ask():  # nothing is told, so the lengths do not depend on the tokens
+            lengths.tell(None)
+        active = [member for member, count in enumerate(lengths.num_drafted) if count]
+        if not active:
+            return no_draft(len(rows))
+        assert isinstance(self._model, NativeModel)
+        token_ids, num_new, entering = self._unseen(active, rows, committed)
+        chain = self._model.greedy_chain(
+            token_ids,
+            self.cache,  # type: ignore[arg-type]
+            num_new=num_new,
+            rows=[rows[member] for member in active],
+            steps=max(lengths.num_drafted),
+            hidden_in=entering,
+            hands_on=self._drafter.hands_on,
+        )
+        drafted = chain.new_zeros(len(rows), chain.shape[1])
+        drafted[active] = chain
+        return Draft(drafted, torch.tensor(lengths.num_drafted))

@@ -1,0 +1,244 @@
+"""The EAGLE-3 network: one decoder layer that reads the target's states beside the next token.
+
+    g_i = fc [low_i; middle_i; high_i]          the target's residuals at position i, fused
+    a_i = Layer(g_i, embedding of token i + 1)  attention reads [norm(embedding); norm(g)]
+    head(norm(a_i))                             scores of token i + 2, over the draft vocabulary
+
+While drafting, what the layer gave at one position stands for the fused states at the next. Entry i
+has position i. Names, shapes and meanings are those of the serving engines' EAGLE-3 folders: residuals
+before the norm, the layer ids k = residual after k layers, `d2t` offsets beside it. `norms` is theirs
+too: `eagle3`, or `eagle3.1`, which normalises each of the target's states in front of `fc`
+(`fc_norm`) and hands on the state after the last norm (`norm_output`).
+
+Sources: Li et al. 2025 (EAGLE-3), arXiv:2503.01840; attention drift: arXiv:2605.09992.
+
+Shapes: B rows, S entries, A layers of the target, D hidden size, n draft vocabulary, V vocabulary.
+"""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaPreTrainedModel,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+WEIGHTS_NAME = "model.safetensors"
+NORMS = ("eagle3", "eagle3.1")
+# Our name -> the folder's, as prefixes.
+_FOLDER_NAMES = {"model.layers.0.": "midlayer.", "model.": "", "lm_head.": "lm_head."}
+
+
+def eagle3_config(
+    target: PretrainedConfig,
+    *,
+    layer_ids: Sequence[int],
+    draft_vocab_size: int,
+    num_heads: int,
+    head_dim: int,
+    intermediate_size: int,
+    norms: str,
+) -> LlamaConfig:
+    """The configuration of a network for this target, as its folder holds it.
+
+    Raises:
+        ValueError: for layers that the target does not have, or other norms.
+    """
+    wrong = [k for k in layer_ids if not 0 <= k < target.num_hidden_layers]
+    if wrong or list(layer_ids) != sorted(set(layer_ids)) or not layer_ids:
+        raise ValueError(
+            f"the drafter reads layers {list(layer_ids)} of the target: expected ascending numbers "
+            f"from 0 to {target.num_hidden_layers - 1}"
+        )
+    if norms not in NORMS:
+        raise ValueError(f"norms is {norms!r}, expected one of {', '.join(NORMS)}")
+    own: dict[str, Any] = {
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": target.hidden_size,
+        "num_aux_hidden_states": len(layer_ids),
+        "eagle_aux_hidden_state_layer_ids": list(layer_ids),
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": norms == "eagle3.1",
+        "norm_output": norms == "eagle3.1",
+    }
+    return LlamaConfig(
+        architectures=[ARCHITECTURE],
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
+        head_dim=head_dim,
+        max_position_embeddings=target.max_position_embeddings,
+        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
+        rope_parameters=copy.deepcopy(target.rope_parameters),
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+        tie_word_embeddings=False,
+        dtype=torch.float32,
+        **own,
+    )
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama layer whose attention reads the embedding of the next token beside the state."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.self_attn = LlamaAttention(config, layer_idx=0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outputs = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * size, outputs, bias=False))
+        self.mlp = LlamaMLP(config)
+        self.hidden_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.input_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor, **attention: Any) -> Tensor:
+        """[B, S, D] state and embedding -> [B, S, D] residual after the layer."""
+        attended, _ = self.self_attn(self.read(hidden, embeddings), **attention)
+        return self.finish(hidden + attended)
+
+    def read(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        """[..., 2 D] what attention reads."""
+        return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
+
+    def finish(self, residual: Tensor) -> Tensor:
+        """The residual after the MLP."""
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle3Decoder(LlamaPreTrainedModel):
+    """The layer with what surrounds it; runs like any one-layer decoder of transformers.
+
+    Which state enters the layer is up to the caller, who replaces its input: see `HFModel.forward`
+    with `layers` and `hidden_in`. Alone it starts from the embedding.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        size = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, size)
+        self.layers = nn.ModuleList([Eagle3Layer(config)])
+        self.norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.rotary_emb = LlamaRotaryEmbedding(config)
+        num_states = config.num_aux_hidden_states
+        self.fc = nn.Linear(num_states * config.target_hidden_size, size, bias=False)
+        self.fc_norm = nn.ModuleList(
+            LlamaRMSNorm(config.target_hidden_size, eps=config.rms_norm_eps)
+            for _ in range(num_states if config.fc_norm else 0)
+        )
+        self.post_init()
+
+    @property
+    def layer(self) -> Eagle3Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, Eagle3Layer)
+        return layer
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """[..., A * D] residuals of the target, side by side -> [..., D]."""
+        return self.fc(self.normed_features(features))
+
+    def normed_features(self, features: Tensor) -> Tensor:
+        """[..., A * D] what `fc` reads."""
+        if not self.fc_norm:
+            return features
+        parts = features.chunk(len(self.fc_norm), dim=-1)
+        return torch.cat(
+            [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1
+        )
+
+    def handed_on(self, residual: Tensor) -> Tensor:
+        """What stands for the fused states at the next position, from the layer's residual."""
+        return self.norm(residual) if self.config.norm_output else residual
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Any = None,
+        use_cache: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """`attention_mask` as the layer takes it: [B, 1, S, slots], or None for causal."""
+        embeddings = self.embed_tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        hidden = self.layer(
+            embeddings,
+            embeddings=embeddings,
+            position_embeddings=self.rotary_emb(embeddings, position_ids=position_ids),
+            attention_mask=attention_mask,
+            cache=cache,
+        )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
+
+
+class Eagle3Network(LlamaPreTrainedModel):
+    """The decoder and its head over the draft vocabulary."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = Eagle3Decoder(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, use_cache: bool | None = None) -> CausalLMOutputWithPast:
+        hidden = self.model(input_ids, use_cache=use_cache).last_hidden_state
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+    def save_pretrained(self, folder: str | Path, **unused: Any) -> None:  # type: ignore[override]
+        """config.json and model.safetensors under the serving engines' names."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.save_pretrained(folder)
+        tensors = {
+            _folder_name(name): tensor.detach().cpu().contiguous()
+            for name, tensor in self.state_dict().items()
+        }
+        save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+
+
+def load_eagle3(folder: str | Path, *, device: torch.device | str = "cpu") -> Eagle3Network:
+    """The network of a folder, in its stored dtype and eval mode.
+
+    Raises:
+        ValueError: if the folder holds another architecture, or weights are missing or unknown.
+    """
+    folder = Path(folder)
+    try:
+        config: LlamaConfig = LlamaConfig.from_pretrained(folder)  # type: ignore[call-arg]
+        found = load_file(folder / WEIGHTS_NAME)
+    except OSError as error:
+        raise ValueError(f"{folder} holds no EAGLE-3 drafter: {error}") from None
+    if config.architectures != [ARCHITECTURE]:
+        raise ValueError(
+            f"{folder} holds {config.architectures}, expected an EAGLE-3 drafter ([{ARCHITECTURE!r}])"
+        )
+    network = Eagle3Network(config)
+    wanted = {_folder_name(name): name for name in network.state_dict()}
+    if differing := sorted(wanted.keys() ^ found.keys()):
+        raise ValueError(f"{folder / WEIGHTS_NAME}: {differing[0]} is missing or unknown")
+    nn.Module.to(network, dtype=config.dtype)
+    network.load_state_dict({wanted[name]: tensor for name, tensor in found.items()})
+    return nn.Module.to(network, device=device).eval()
+
+
+def _folder_name(name: str) -> str:
+    prefix = next(prefix for prefix in _FOLDER_NAMES if name.startswith(prefix))
+    return _FOLDER_NAMES[prefix] + name.removeprefix(prefix)
