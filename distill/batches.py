@@ -135,10 +135,14 @@ class BatchStream:
 
     def __call__(self, number: int) -> Batch:
         """Micro-batch `number`, counted from 0 over all epochs."""
+        return collate(self.examples_of(number))
+
+    def examples_of(self, number: int) -> list[Example]:
+        """What micro-batch `number` is made of."""
         epoch, place = self._locate(number)
         if epoch != self._epoch:
             self._epoch, self._plan = epoch, self._plan_of(epoch)
-        return collate([self.examples[index] for index in self._plan[place]])
+        return [self.examples[index] for index in self._plan[place]]
 
     def epoch_of(self, number: int) -> int:
         return self._locate(number)[0]

@@ -5,7 +5,8 @@ cache and keeps their residuals there. Verification enters at that layer with th
 lower layers' keys, values and hidden states are the ones the target needs anyway.
 
 Source: Elhoushi et al. 2024 (LayerSkip), arXiv:2404.16710. On a target that was not trained for
-early exit the drafts are poor; a trained adapter in front of the head repairs that.
+early exit the drafts are poor; a trained adapter in front of the head (exit_adapter.py) repairs
+that, and a reduced draft vocabulary spares most of the head.
 
 Shapes: b rows, n of them in a pass, K drafted positions, D hidden size, V vocabulary.
 """
@@ -19,7 +20,11 @@ from torch import Tensor, nn
 from specdec_runtime.chain import draft_chain
 from specdec_runtime.draft import Draft, no_draft
 from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.engines import Engine
+from specdec_runtime.exit_adapter import ReducedHead, load_exit_adapter
+from specdec_runtime.formats import read_draft_vocab, read_manifest
+from specdec_runtime.hf_model import HFModel
 from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
@@ -36,10 +41,12 @@ class EarlyExitDrafter:
         exit_layer: number of layers that draft, at least 1 and fewer than all.
         adapter: [..., D] residual after these layers -> [..., D] what the target's head reads;
             None = the target's own final norm.
+        draft_vocab: [n] int64 target ids, the only rows of the target's head that are computed
+            behind the adapter; None = all.
         temperature: replaces the temperature of rows that sample, while drafting.
 
     Raises:
-        ValueError: for an exit_layer outside the model.
+        ValueError: for an exit_layer outside the model, or a model that cannot be divided.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -51,6 +58,7 @@ class EarlyExitDrafter:
         *,
         exit_layer: int,
         adapter: nn.Module | None = None,
+        draft_vocab: Tensor | None = None,
         temperature: float | None = None,
     ) -> None:
         if not 1 <= exit_layer < model.num_layers:
@@ -58,10 +66,26 @@ class EarlyExitDrafter:
                 f"exit_layer is {exit_layer}, expected 1 to {model.num_layers - 1}: "
                 f"the target has {model.num_layers} layers"
             )
+        if isinstance(model, HFModel) and not model.is_divisible:
+            raise ValueError(
+                f"{type(model.module).__name__} has recurrent layers or layers that share keys and "
+                "values, so that its first layers cannot run alone: use another drafter"
+            )
         self.model = model
         self.exit_layer = exit_layer
         self.adapter = adapter
+        self.draft_vocab = draft_vocab
         self.temperature = temperature
+        self._head = None if draft_vocab is None else ReducedHead(model, draft_vocab)
+
+    def refresh(self) -> None:
+        """The adapter under training is the one that drafts: there is nothing to take over."""
+
+    def adapted_logits(self, residual: Tensor) -> Tensor:
+        """[..., n] logits of [..., D] residuals after the lower layers, behind the adapter."""
+        assert self.adapter is not None
+        hidden = self.adapter(residual)
+        return self.model.logits_of(hidden) if self._head is None else self._head(hidden)
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "EarlyExitSession":
         return EarlyExitSession(self, sampler)
@@ -70,9 +94,32 @@ class EarlyExitDrafter:
 def load(
     folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
 ) -> EarlyExitDrafter:
-    """Settings: `exit_layer` (default a third of the layers) and `temperature`."""
-    settings = {"exit_layer": max(1, target.model.num_layers // 3), **settings}
-    return EarlyExitDrafter(target.model, **settings)
+    """The target's own early layers, with the trained adapter of `folder` if one is given.
+
+    Settings: `exit_layer` (default a third of the layers) and `temperature`; those of an adapter
+    come from its folder.
+
+    Raises:
+        ValueError: if the folder has no adapter, or one for another target.
+    """
+    model = target.model
+    if folder is None:
+        return EarlyExitDrafter(model, **{"exit_layer": max(1, model.num_layers // 3), **settings})
+    stored = read_manifest(folder).kind_config
+    adapter = load_exit_adapter(
+        folder,
+        model.hidden_size,
+        mlp_size=stored["mlp_size"],
+        norm_eps=stored["norm_eps"],
+        device=model.device,
+    )
+    return EarlyExitDrafter(
+        model,
+        exit_layer=stored["exit_layer"],
+        adapter=adapter,
+        draft_vocab=read_draft_vocab(folder),
+        temperature=settings.get("temperature"),
+    )
 
 
 class EarlyExitSession:
@@ -82,6 +129,7 @@ class EarlyExitSession:
         self._drafter = drafter
         self._model = drafter.model
         self._sampler = sampler
+        self._vocab = DraftVocabulary(drafter.draft_vocab, drafter.model, sampler.vocab_size)
         self._cache: Cache | None = None
 
     def share(self, cache: Cache) -> None:
@@ -102,7 +150,7 @@ class EarlyExitSession:
             batch = [rows[member] for member in members]
             logits, residual = self._lower_layers(tokens[:, None], batch, draws=True)
             fed.append((members, residual[:, 0]))
-            return logits[:, 0, : self._sampler.vocab_size]
+            return self._vocab.to_target(logits[:, 0])
 
         draft = draft_chain(
             rows,
@@ -140,7 +188,7 @@ class EarlyExitSession:
 
         def tree_logits(members: list[int], tree: DraftTree) -> Tensor:
             logits, _ = self._feed_trees(members, rows, committed, tree, draws=True)
-            return logits[..., : self._sampler.vocab_size]
+            return self._vocab.to_target(logits.flatten(0, 1)).view(*logits.shape[:2], -1)
 
         draft = draft_trees(
             rows,
@@ -206,7 +254,7 @@ class EarlyExitSession:
         residual = output.hidden[exit_layer]
         logits = output.logits if output.logits is not None else residual[..., :0]
         if draws and adapter is not None:
-            logits = self._model.logits_of(adapter(residual))
+            logits = self._drafter.adapted_logits(residual)
         return logits, residual
 
 
