@@ -23,6 +23,9 @@ class EvaluationConfig:
     speed_prompts, speed_repeats: prompts a suite and interleaved repeats of the timing.
     also_time: draft lengths timed besides the recommended one, to check the cost model.
     reference_prompts: prompts decoded by transformers' generate too; 0 = no comparison with it.
+    rival_prompts: prompts decoded by transformers' assisted generation with the same drafters.
+    batch_sizes: at which the first drafter is timed against plain decoding.
+    context_lengths: at which its costs are measured again.
     num_resamples: bootstrap resamples of every interval.
     trace_prompts: answers shown token by token in the report.
     time_limit_s: seconds the whole evaluation may take; prompts and repeats shrink to fit.
@@ -38,6 +41,9 @@ class EvaluationConfig:
     speed_repeats: int = 3
     also_time: list[int] = field(default_factory=list)
     reference_prompts: int = 2
+    rival_prompts: int = 0
+    batch_sizes: list[int] = field(default_factory=list)
+    context_lengths: list[int] = field(default_factory=list)
     num_resamples: int = 1000
     trace_prompts: int = 3
     time_limit_s: float = 260.0
@@ -52,6 +58,10 @@ class EvaluationConfig:
         _at_least("evaluation.speed_prompts", self.speed_prompts, 1)
         _at_least("evaluation.speed_repeats", self.speed_repeats, 1)
         _at_least("evaluation.reference_prompts", self.reference_prompts, 0)
+        _at_least("evaluation.rival_prompts", self.rival_prompts, 0)
+        for name in ("batch_sizes", "context_lengths"):
+            for value in getattr(self, name):
+                _at_least(f"evaluation.{name}", value, 1)
         _at_least("evaluation.num_resamples", self.num_resamples, 100)
         _at_least("evaluation.trace_prompts", self.trace_prompts, 0)
         if self.sampling_temperature is not None and self.sampling_temperature <= 0:

@@ -16,10 +16,18 @@ from eval.results import (
     AcceptanceResult,
     BaselineCandidate,
     CostResult,
+    DrafterFacts,
     IdentityCheck,
+    ReplayedLength,
     ReplayResult,
+    RivalResult,
+    SamplingCheck,
+    SweepPoint,
 )
+from eval.rivals import measure_rival
+from eval.sampling_check import sampling_checks
 from eval.suites import EvalPrompt, spread
+from eval.sweeps import batch_sweep, context_sweep
 from specdec_runtime.auto_length import time_passes
 from specdec_runtime.draft import Drafter
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
@@ -106,6 +114,13 @@ def self_acceptance(setting: Setting) -> float:
     )
 
 
+def sampling(setting: Setting) -> list[SamplingCheck]:
+    """The verification rules on toys, on the target's device."""
+    return setting.parts.get(
+        "sampling", list[SamplingCheck], lambda: sampling_checks(setting.target.model.device)
+    )
+
+
 def transformers_checks(
     setting: Setting, texts: TokenLists, *, limit_s: float
 ) -> list[IdentityCheck]:
@@ -140,6 +155,61 @@ def baselines(setting: Setting) -> list[BaselineCandidate]:
             max_new_tokens=setting.config.max_new_tokens,
         ),
     )
+
+
+def rival(setting: Setting, facts: DrafterFacts, num_draft_tokens: int) -> list[RivalResult]:
+    """transformers with the same drafter on the first suite; empty where it cannot run it."""
+    drafter, suite, config = setting.drafters[facts.name], setting.first_suite, setting.config
+
+    def compute() -> list[RivalResult]:
+        with setting.stage(f"{facts.name} in transformers", 1) as advance:
+            found = measure_rival(
+                setting.target,
+                drafter,
+                facts,
+                spread(setting.first_prompts, config.rival_prompts),
+                suite=suite,
+                num_draft_tokens=num_draft_tokens,
+                max_new_tokens=config.max_new_tokens,
+                reference=setting.reference,
+            )
+            advance(1)
+        return [] if found is None else [found]
+
+    return setting.parts.get(f"rival {facts.name}", list[RivalResult], compute)
+
+
+def sweeps(
+    setting: Setting, name: str, num_draft_tokens: list[int], lengths: list[ReplayedLength]
+) -> list[SweepPoint]:
+    """One drafter by batch size and by context length, as far as the settings ask for it."""
+    config, drafter = setting.config, setting.drafters[name]
+
+    def compute() -> list[SweepPoint]:
+        total = len(config.batch_sizes) + len(config.context_lengths)
+        with setting.stage(f"batch sizes and context lengths of {name}", total) as advance:
+            points = batch_sweep(
+                setting.target,
+                drafter,
+                setting.first_prompts,
+                name=name,
+                batch_sizes=config.batch_sizes,
+                num_draft_tokens=num_draft_tokens,
+                max_new_tokens=config.max_new_tokens,
+            )
+            points += context_sweep(
+                setting.target,
+                drafter,
+                setting.first_prompts[0].token_ids,
+                lengths,
+                name=name,
+                context_lengths=config.context_lengths,
+                max_draft_tokens=config.max_draft_tokens,
+            )
+            advance(total)
+        return points
+
+    return setting.parts.get(f"sweeps {name}", list[SweepPoint], compute)
 
 
 def costs(

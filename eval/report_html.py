@@ -12,6 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from eval.breakdown import BY_CATEGORY, BY_CLASS, BY_ENTROPY, BY_POSITION
+from eval.report_extras import rival_table, sweep_table
 from eval.report_plots import (
     TIMES,
     breakdown_plot,
@@ -84,8 +85,11 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
             "least, as prefixes that the next run can train on.",
             _breakdown(results) + _weak_table(weak),
         ),
+        _section("In other settings", "", _tables(rival_table(results), sweep_table(results))),
         _section(
-            "Serve it with", "Draft lengths under each server's own names.", _serving(results)
+            "Serve it with",
+            "Draft lengths under each server's own names.",
+            _tables(serving_table(results)),
         ),
         _section("Numbers for comparison", "", _comparison(results)),
     ]
@@ -315,9 +319,10 @@ def _breakdown(results: Results) -> str:
     return (f'<div class="plots">{plots}</div>' if plots else "") + tables + weak
 
 
-def _serving(results: Results) -> str:
-    table = serving_table(results)
-    return _table(table) if table.rows else ""
+def _tables(*tables: Table) -> str:
+    """Those that have rows."""
+    filled = [table for table in tables if table.rows]
+    return "".join(_table(table, titled=len(filled) > 1) for table in filled)
 
 
 def _weak_table(weak: list[WeakPrefix]) -> str:

@@ -228,6 +228,37 @@ class SpeedResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RivalResult:
+    """Another program decoding with the same drafter; num_identical: texts equal to ours."""
+
+    drafter: str
+    suite: str
+    program: str
+    num_draft_tokens: int
+    num_prompts: int
+    num_identical: int
+    ms_per_token: float
+    rival_ms_per_token: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepPoint:
+    """Plain and speculative decoding at one batch size and context length, prefill excluded.
+
+    measured: by the clock; else predicted from the costs measured there.
+    """
+
+    drafter: str
+    batch_size: int
+    context_tokens: int
+    num_draft_tokens: int
+    plain_tokens_per_s: float
+    tokens_per_s: float
+    speedup: float
+    measured: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class LengthPrediction:
     """The cost model at one draft length."""
 
@@ -340,3 +371,5 @@ class Results:
     breakdown: list[BreakdownResult] = field(default_factory=list)
     costs: list[CostResult] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
+    rivals: list[RivalResult] = field(default_factory=list)
+    sweeps: list[SweepPoint] = field(default_factory=list)

@@ -153,6 +153,7 @@ class _Evaluation:
         for suite in self.setting.suites:
             self.time(suite)
             self.save()
+        self.look_further()
         conclude(
             self.results,
             self.setting.target,
@@ -289,6 +290,22 @@ class _Evaluation:
         for timed in timing.texts:
             kept = [by_id[i] for i in timed.prompt_ids]
             self.check_texts(timed.drafter, suite, kept, timed.token_ids, timed.num_draft_tokens)
+
+    def look_further(self) -> None:
+        """What is measured on request: the same drafters in transformers, batches, contexts."""
+        setting, config = self.setting, self.setting.config
+        if config.rival_prompts:
+            for facts in self.results.drafters:
+                length = self.lengths_to_time(facts.name, setting.first_suite)[0]
+                self.results.rivals += measurements.rival(setting, facts, length)
+        if config.batch_sizes or config.context_lengths:
+            name = next(iter(setting.drafters))
+            self.results.sweeps += measurements.sweeps(
+                setting,
+                name,
+                self.lengths_to_time(name, setting.first_suite),
+                self.lengths[name, setting.first_suite],
+            )
 
     def lengths_to_time(self, name: str, suite: str) -> list[int]:
         """The best predicted length of a drafter, then those that the settings ask for."""

@@ -72,8 +72,8 @@ def speculative_decode(target: Target, drafter: Drafter | None, num_draft_tokens
     return decode
 
 
-def transformers_decode(module: Any, eos_token_ids: Sequence[int]) -> Decode:
-    """Plain greedy decoding by the `generate` of a transformers model."""
+def transformers_decode(module: Any, eos_token_ids: Sequence[int], **arguments: Any) -> Decode:
+    """Greedy decoding by the `generate` of a transformers model; `arguments` go to it as well."""
 
     @torch.inference_mode()
     def decode(prompt: list[int], max_new_tokens: int) -> Timing:
@@ -85,6 +85,7 @@ def transformers_decode(module: Any, eos_token_ids: Sequence[int]) -> Decode:
             attention_mask=torch.ones_like(inputs),
             streamer=watch,
             **greedy_arguments(max_new_tokens, eos_token_ids),
+            **arguments,
         )
         token_ids = output[0, len(prompt) :].tolist()  # waits for the device
         seconds = time.perf_counter() - started

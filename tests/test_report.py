@@ -31,8 +31,10 @@ from eval.results import (
     ReplayedLength,
     ReplayResult,
     Results,
+    RivalResult,
     SpeedResult,
     SuiteFacts,
+    SweepPoint,
     TargetFacts,
 )
 from eval.trace import Trace, TraceRound, TraceToken, WeakPrefix
@@ -408,3 +410,35 @@ def test_page_renders_in_a_browser(folder):
     command = [browser, *flags, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert 'id="peek"' in done.stdout, "the viewer's script did not run"
+
+
+def test_what_is_measured_on_request_has_its_own_tables():
+    results = sample_results()
+    assert "The same drafter in another program" not in render_markdown(results)
+    results.rivals = [
+        RivalResult(
+            drafter="distilled",
+            suite="held_out",
+            program="transformers, float32",
+            num_draft_tokens=3,
+            num_prompts=4,
+            num_identical=4,
+            ms_per_token=20.0,
+            rival_ms_per_token=50.0,
+        )
+    ]
+    results.sweeps = [
+        SweepPoint(
+            drafter="distilled",
+            batch_size=8,
+            context_tokens=100,
+            num_draft_tokens=3,
+            plain_tokens_per_s=100.0,
+            tokens_per_s=80.0,
+            speedup=0.8,
+            measured=True,
+        )
+    ]
+    text = render_markdown(results)
+    assert "| distilled | transformers, float32 | 3 | 50.0 | 20.0 | 2.50 | 4 of 4 |" in text
+    assert "| distilled | 8 | 100 | 3 | 100.0 | 80.0 | 0.80 |" in text
