@@ -16,6 +16,7 @@ from eval.suites import EvalPrompt
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Drafter
 from specdec_runtime.model import CausalModel
+from specdec_runtime.results import Chunk
 from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import Target
 
@@ -24,13 +25,17 @@ Progress = Callable[[int], None]  # called with the number of prompts just finis
 
 @dataclass(frozen=True)
 class MeasuredAcceptance:
-    """Counts of a set of prompts. `prompts`, `token_ids`, `finish_reasons` run parallel to them."""
+    """Counts of a set of prompts. The lists run parallel to them.
+
+    kinds: of each returned token, "accepted", "recovered", "bonus" or "target".
+    """
 
     stats: AcceptanceStats
     prompts: list[AcceptanceStats]
     token_ids: list[list[int]]
     finish_reasons: list[str]
     seconds: float
+    kinds: list[list[str]]
 
     @property
     def acceptance_length(self) -> float:
@@ -53,7 +58,7 @@ def measure_acceptance(
     num_draft_tokens: int,
     max_new_tokens: int,
     temperature: float = 0.0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     batch_size: int = 8,
     on_prompts: Progress | None = None,
 ) -> MeasuredAcceptance:
@@ -62,7 +67,8 @@ def measure_acceptance(
     Args:
         drafter: None decodes plainly (nothing is drafted; the ratios are undefined).
         prompt_ids: token ids of each prompt, ready to decode.
-        temperature: 0 = greedy; prompt i draws with seed + i, whatever the batch size.
+        temperature: 0 = greedy.
+        seed: prompt i draws with seed + i, whatever the batch size; or the seed of each prompt.
         on_prompts: told how many prompts a finished batch held.
 
     Raises:
@@ -71,18 +77,27 @@ def measure_acceptance(
     if not prompt_ids:
         raise ValueError("no prompts to measure acceptance on, expected at least one")
     decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=num_draft_tokens)
+    seeds = [seed + i for i in range(len(prompt_ids))] if isinstance(seed, int) else list(seed)
     started = time.perf_counter()
     stats: list[AcceptanceStats] = []
+    kinds: list[list[str]] = []
     token_ids: list[list[int]] = []
     reasons: list[str] = []
     for first in range(0, len(prompt_ids), batch_size):
         batch = prompt_ids[first : first + batch_size]
+        of_batch: list[list[str]] = [[] for _ in batch]
+
+        def note_kinds(chunk: Chunk, of_batch: list[list[str]] = of_batch) -> None:
+            of_batch[chunk.row] += chunk.kinds
+
         generation = decoder.generate(
             batch,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
-            seed=[seed + first + i for i in range(len(batch))],
+            seed=seeds[first : first + batch_size],
+            on_tokens=note_kinds,
         )
+        kinds += of_batch
         stats += generation.row_stats
         token_ids += generation.token_ids
         reasons += generation.finish_reasons
@@ -94,6 +109,7 @@ def measure_acceptance(
         token_ids=token_ids,
         finish_reasons=reasons,
         seconds=time.perf_counter() - started,
+        kinds=kinds,
     )
 
 

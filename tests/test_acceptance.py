@@ -65,7 +65,7 @@ def test_toy_pair_gives_the_four_figures_under_their_names():
 
 def test_other_programs_numbers_follow_from_the_same_counts():
     stats = toy_stats(2000, 4)
-    measured = MeasuredAcceptance(stats, [stats], [[1] * 5], ["length"], 1.0)
+    measured = MeasuredAcceptance(stats, [stats], [[1] * 5], ["length"], 1.0, [["bonus"] * 5])
     result = record(measured, 4)
     found = {number.name + " | " + number.program: number.value for number in other_numbers(result)}
     assert found["draft acceptance rate | vLLM, llama.cpp"] == pytest.approx(stats.acceptance_rate)

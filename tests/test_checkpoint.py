@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from tests.toy_training import (
     write_toy_drafter,
 )
 from train.checkpoint import MANIFEST, WEIGHTS, Checkpoints, TrainState
+from train.run_log import read_metrics
 from train.session import resume, save
 
 
@@ -173,6 +175,33 @@ def test_a_save_that_fails_half_way_leaves_the_previous_checkpoint(tmp_path: Pat
     checkpoint, passed_over = Checkpoints(tmp_path, keep_last=2).newest()
     assert checkpoint is not None
     assert (checkpoint.state.step, passed_over) == (2, [])
+
+
+def fill_the_disk(run_dir: Path) -> None:
+    """A session whose files may not grow beyond two kilobytes from its third step on."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails, as on a full disk
+    steps = 0
+
+    def objective(drafter: nn.Module, batch: ToyBatch) -> ToyTerms:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        return cross_entropy(drafter, batch)
+
+    with pytest.raises(OSError, match=r"step-00000004 could not be written"):
+        run_toy(run_dir, toy_parts(objective=objective), max_steps=6, save_every=2)
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint_and_the_metrics(tmp_path: Path):
+    assert in_process(fill_the_disk, tmp_path) == 0
+    checkpoint, passed_over = Checkpoints(tmp_path, keep_last=2).newest()
+    assert checkpoint is not None
+    assert (checkpoint.state.step, passed_over) == (2, [])
+    steps = [record["step"] for record in read_metrics(tmp_path)]
+    assert steps[:2] == [1, 2]
+    assert run_toy(tmp_path, toy_parts(), max_steps=6, save_every=2).step == 6  # with room again
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path):

@@ -1,15 +1,20 @@
 """The training loop: what a step computes, how it stops, and that processes do not change it."""
 
 import json
+import math
 import multiprocessing
 import os
 import signal
 import socket
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.toy_training import (
@@ -22,14 +27,20 @@ from tests.toy_training import (
     run_toy,
     toy_parts,
     weights,
+    write_toy_drafter,
 )
-from train.checkpoint import Checkpoints, TrainState
+from train.checkpoint import WEIGHTS, Checkpoints, TrainState
+from train.finite import FiniteWatch
 from train.interrupts import Interrupted, StopRequest
-from train.loop import Parts, measured_step_s, optimizer_step, steps_in
+from train.loop import _own_turns, measured_step_s, optimizer_step, steps_in
 from train.metrics import MetricSums
 from train.optim import OptimConfig, Schedule, learning_rate_at, make_optimizer
+from train.parts import Parts
+from train.precision import Precision
 from train.rng import capture_rng, seed_everything
 from train.run_log import read_metrics
+from train.session import resume, save
+from train.sharding import is_sharding
 
 SAME_STEP = 1e-6  # float32 sums in another order
 
@@ -68,7 +79,7 @@ def test_accumulated_gradient_equals_that_of_one_batch_with_all_tokens():
         parts, TrainState(max_steps=1), OptimConfig(), MetricSums(), stop_requested=False
     )
 
-    assert step.grad_norm == pytest.approx(float(expected), abs=SAME_STEP)
+    assert float(step.grad_norm) == pytest.approx(float(expected), abs=SAME_STEP)
 
 
 def test_a_step_lowers_the_loss_on_repeated_data():
@@ -191,42 +202,194 @@ def test_every_step_is_logged_once_with_sums_turned_into_ratios(tmp_path: Path):
     assert all(0 <= record["agreement"] <= 1 for record in records)
 
 
-def gloo_worker(rank: int, port: int, out: Path, accumulation_steps: int, processes: int) -> None:
-    """20 steps as one of `processes` ranks; rank 0 writes the weights."""
+def test_a_bad_step_is_named_even_when_it_is_looked_at_later(tmp_path: Path):
+    seen = []
+
+    def bad_at_third(drafter: nn.Module, batch: ToyBatch) -> ToyTerms:
+        terms = cross_entropy(drafter, batch)
+        seen.append(batch.ids[0])
+        return ToyTerms(terms.loss_sum * (float("nan") if len(seen) == 3 else 1), 5, terms.counts)
+
+    parts = toy_parts(objective=bad_at_third)
+    with pytest.raises(ValueError, match=r"loss nan at step 3 on rank 0") as error:
+        run_toy(tmp_path, parts, max_steps=20, save_every=5, log_every=5)
+    assert len(seen) == 5  # nothing waits for the device before something is due
+    assert str(error.value).endswith(f": {seen[2]}")
+    assert Checkpoints(tmp_path, keep_last=2).newest()[0] is None
+
+
+ASKING = ("item", "tolist", "numpy", "cpu", "__float__", "__int__", "__bool__", "nonzero")
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that would make the host wait for a device, in order."""
+    called: list[str] = []
+
+    def counted(name: str, plain: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            called.append(name)
+            return plain(*arguments, **named)
+
+        return call
+
+    for name in ASKING:
+        monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
+    return called
+
+
+@pytest.mark.parametrize("precision", list(Precision)[1:])
+def test_a_step_asks_the_device_for_nothing(precision: Precision, waits: list[str]):
+    made = [micro_batch(number) for number in range(4)]
+    parts = toy_parts(accumulation_steps=2, precision=precision, micro_batches=made.__getitem__)
+    state, sums = TrainState(max_steps=9), MetricSums()
+    watch = FiniteWatch(parts.device)
+    waits.clear()
+    for _ in range(2):
+        step = optimizer_step(parts, state, OptimConfig(), sums, stop_requested=False)
+        watch.add(state.step, step.loss, step.grad_norm, step.ids, scaled=parts.scaler.is_enabled())
+    assert waits == []
+    waits.clear()
+    watch.require(parts)  # the control: here it does
+    assert waits[0] == "tolist"
+
+
+def test_half_precision_trains_float32_masters_and_keeps_its_scale(tmp_path: Path):
+    parts = toy_parts(dropout=0.0, precision=Precision.fp16)
+    before = weights(parts)
+    take_steps(parts, 3)
+    assert all(p.dtype is torch.float32 for p in parts.drafter.parameters())
+    assert not torch.equal(before["head.weight"], weights(parts)["head.weight"])
+    parts.scaler.update(512.0)
+    save(
+        Checkpoints(tmp_path, keep_last=1),
+        parts,
+        TrainState(max_steps=9, step=3),
+        write_toy_drafter,
+    )
+    again = toy_parts(dropout=0.0, precision=Precision.fp16)
+    assert resume(Checkpoints(tmp_path, keep_last=1), again, identity={}, say=str)
+    assert again.scaler.get_scale() == 512.0
+
+
+def test_a_half_precision_gradient_that_overflows_is_skipped_and_no_error():
+    watch, parts = FiniteWatch(torch.device("cpu")), toy_parts(precision=Precision.fp16)
+    watch.add(1, torch.tensor(1.0), torch.tensor(float("inf")), ["a"], scaled=True)
+    watch.require(parts)
+    watch.add(2, torch.tensor(1.0), torch.tensor(float("inf")), ["a"], scaled=False)
+    with pytest.raises(ValueError, match="gradient norm inf at step 2"):
+        watch.require(parts)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("num_micro_batches", [1, 7, 12])
+def test_every_micro_batch_counts_once_on_any_number_of_processes(
+    processes: int, accumulation_steps: int, num_micro_batches: int
+):
+    steps = math.ceil(num_micro_batches / (processes * accumulation_steps))
+    counted: list[int] = []
+    for step in range(steps):
+        state = TrainState(max_steps=steps, step=step, num_micro_batches=num_micro_batches)
+        turns = []
+        for rank in range(processes):
+            accelerator = SimpleNamespace(num_processes=processes, process_index=rank)
+            device = torch.device("cpu")
+            parts = SimpleNamespace(
+                accelerator=accelerator,
+                accumulation_steps=accumulation_steps,
+                micro_batches=lambda number: ToyBatch([str(number)], torch.zeros(2)),
+                device=device,
+            )
+            turns.append(_own_turns(parts, state))  # type: ignore[arg-type]
+        assert len({len(of_rank) for of_rank in turns}) == 1  # all meet in every backward pass
+        counted += [int(turn.batch.ids[0]) for of_rank in turns for turn in of_rank if turn.counts]
+    assert sorted(counted) == list(range(num_micro_batches))
+
+
+def test_training_ends_early_after_measurements_without_a_better_one(tmp_path: Path):
+    state = run_toy(tmp_path, toy_parts(), max_steps=300, patience=2, score=lambda parts: 1.0)
+    assert (state.step, state.num_worse, state.ended_early) == (45, 2, True)
+    again = run_toy(tmp_path, toy_parts(), max_steps=300, patience=2, score=lambda parts: 2.0)
+    assert again.step == 45  # it stays ended
+
+
+def test_measurements_say_what_share_of_the_time_they_take(tmp_path: Path):
+    run_toy(tmp_path, toy_parts(), max_steps=30)
+    records = [record for record in read_metrics(tmp_path) if record["kind"] == "acceptance"]
+    assert [record["step"] for record in records] == [15, 30]
+    assert all(0 < record["share_of_time"] < 1 for record in records)
+    training = [record for record in read_metrics(tmp_path) if record["kind"] == "training"]
+    assert all(record["positions_per_s"] > record["tokens_per_s"] > 0 for record in training)
+    assert all(record["peak_memory_gib"] > 0 for record in training)
+
+
+def gloo_worker(rank: int, port: int, out: Path, case: "Case") -> None:
+    """20 steps as one of several ranks, with a stop and a restart in the middle."""
     torch.set_num_threads(1)
-    if processes > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    parts = toy_parts(dropout=0.0, accumulation_steps=accumulation_steps)
-    assert parts.accelerator.num_processes == processes
-    loss = take_steps(parts, 20).reduce(parts.accelerator)["loss"]
+    if case.processes > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        os.environ |= {"WORLD_SIZE": str(case.processes), "MASTER_PORT": str(port)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"}
+    if case.sharded:
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        os.environ |= {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
+        os.environ |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
+    checkpoints = Checkpoints(out.with_suffix(".run"), keep_last=1)
+    state = TrainState(max_steps=20, processes=case.processes)
+    losses = []
+    for _ in range(2):
+        parts = toy_parts(dropout=0.0, accumulation_steps=case.accumulation_steps)
+        assert parts.accelerator.num_processes == case.processes
+        assert is_sharding(parts.accelerator) == case.sharded
+        state = resume(checkpoints, parts, identity={}, say=str) or state
+        for _ in range(10):
+            sums = MetricSums()
+            optimizer_step(parts, state, STEADY, sums, stop_requested=False)
+            losses.append(sums.reduce(parts.accelerator)["loss"])
+        save(checkpoints, parts, state, write_toy_drafter)
     if rank == 0:
-        values = {name: value.tolist() for name, value in weights(parts).items()}
-        out.write_text(json.dumps({"loss": loss, "weights": values}))
+        out.write_text(json.dumps(losses))
 
 
-def run_processes(out: Path, *, processes: int, accumulation_steps: int) -> dict:
+@dataclass(frozen=True)
+class Case:
+    processes: int
+    accumulation_steps: int
+    sharded: bool = False
+
+
+STEADY = OptimConfig(learning_rate=6e-4)
+CASES = (Case(1, 4), Case(2, 2), Case(4, 1), Case(2, 2, sharded=True))
+
+
+def run_processes(out: Path, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """(loss of every step, weights of the last checkpoint)."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     workers = [
-        context.Process(target=gloo_worker, args=(rank, port, out, accumulation_steps, processes))
-        for rank in range(processes)
+        context.Process(target=gloo_worker, args=(rank, port, out, case))
+        for rank in range(case.processes)
     ]
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0] * processes
-    return json.loads(out.read_text())
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0] * case.processes
+    newest, _ = Checkpoints(out.with_suffix(".run"), keep_last=1).newest()
+    assert newest is not None
+    return json.loads(out.read_text()), load_file(newest.folder / WEIGHTS)
 
 
-def test_two_processes_take_the_same_steps_as_one_with_twice_the_accumulation(tmp_path: Path):
-    two = run_processes(tmp_path / "two.json", processes=2, accumulation_steps=2)
-    one = run_processes(tmp_path / "one.json", processes=1, accumulation_steps=4)
-    assert two["loss"] == pytest.approx(one["loss"], abs=SAME_STEP)
-    for name, values in one["weights"].items():
-        difference = (torch.tensor(values) - torch.tensor(two["weights"][name])).abs().max()
-        assert difference <= SAME_STEP, name
+def test_any_number_of_processes_sharded_or_not_takes_the_same_steps(tmp_path: Path):
+    ends = [run_processes(tmp_path / f"{number}.json", case) for number, case in enumerate(CASES)]
+    losses, trained = ends[0]
+    assert len(losses) == 20
+    for other_losses, other in ends[1:]:
+        assert other_losses == pytest.approx(losses, abs=SAME_STEP)
+        assert other.keys() == trained.keys()  # whole tensors under plain names
+        for name, values in trained.items():
+            assert (values - other[name]).abs().max() <= SAME_STEP, name

@@ -8,7 +8,7 @@ import pytest
 from train.provenance import command_line, provenance, redacted
 from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
 
-CONFIG_YAML = "name: toy\noptim:\n  learning_rate: 0.1\ntracking:\n  tracker: none\n"
+CONFIG_YAML = "name: toy\ndraft:\n  kind: causal_lm\noptim:\n  learning_rate: 0.1\ntracking:\n  tracker: none\n"
 ARGV = ["train", "+experiment=toy"]
 
 
@@ -84,6 +84,16 @@ def test_secrets_of_the_environment_are_struck_out(tmp_path: Path, monkeypatch: 
     assert "s3cr3t" not in written
     assert "<redacted>" in written
     assert redacted("nothing here") == "nothing here"
+
+
+@pytest.mark.parametrize(
+    "secret", ["hf_" + "a1B2" * 8, "https://user:pass-word@host/path", "sk-" + "0123456789" * 4]
+)
+def test_what_looks_like_a_secret_is_struck_out(secret: str):
+    assert "<redacted>" in redacted(f"url: {secret}")
+    assert (
+        redacted("https://host/path: a:b@c, mask-aware") == "https://host/path: a:b@c, mask-aware"
+    )
 
 
 def test_the_command_can_be_typed_again():

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 
 from train.checkpoint import Checkpoints, TrainState
 from train.interrupts import StopRequest
-from train.loop import Intervals, Measurement, Parts, make_parts, train
+from train.loop import Intervals, Measurement, train
 from train.optim import OptimConfig
+from train.parts import Parts, make_parts
 from train.precision import Precision
 from train.progress import StageProgress
 from train.rng import seed_everything
 from train.run_log import RunLog, TrackingConfig
 from train.session import resume, save
+from train.sharding import shard_on_cpu
 
 VOCAB_SIZE = 11
 BATCHES_PER_EPOCH = 5
@@ -82,16 +84,19 @@ def toy_parts(
     accumulation_steps: int = 1,
     objective: Callable[[nn.Module, ToyBatch], ToyTerms] = cross_entropy,
     micro_batches: Callable[[int], ToyBatch] = micro_batch,
+    precision: Precision = Precision.fp32,
 ) -> Parts:
     seed_everything(3)
+    accelerator = Accelerator(cpu=True)
+    shard_on_cpu(accelerator)
     return make_parts(
-        Accelerator(cpu=True),
+        accelerator,
         ToyDrafter(dropout),
         objective,
         micro_batches,
         optim=OptimConfig(),
         accumulation_steps=accumulation_steps,
-        precision=Precision.fp32,
+        precision=precision,
     )
 
 
@@ -111,26 +116,28 @@ def run_toy(
     *,
     max_steps: int,
     save_every: int = 3,
+    log_every: int = 1,
+    patience: int | None = None,
     stop: StopRequest | None = None,
     write_drafter: Callable[[Path], None] = write_toy_drafter,
+    score: Callable[[Parts], float] = score_of,
 ) -> TrainState:
     """A session of a toy run: starts or resumes, trains, saves."""
     checkpoints = Checkpoints(run_dir, keep_last=2)
     state = resume(checkpoints, parts, identity={"data": "toy"}, say=lambda sentence: None)
-    resumed_step = state.step if state else None
+    log = RunLog(run_dir, TrackingConfig(), is_main=True, name="toy", config={})
+    log.continue_after(state.step if state else -1)
     if state is None:
         state = TrainState(max_steps=max_steps, identity={"data": "toy"})
-    log = RunLog(
-        run_dir, TrackingConfig(), is_main=True, name="toy", config={}, resumed_step=resumed_step
-    )
     try:
         train(
             parts,
             state,
             optim=OptimConfig(),
-            every=Intervals(log=1, save=save_every, acceptance=15),
+            every=Intervals(log=log_every, save=save_every, acceptance=15),
+            patience=patience,
             run_log=log,
-            measure=lambda: Measurement(score_of(parts), {}, seconds=torch.rand(1).item()),
+            measure=lambda: Measurement(score(parts), {}, seconds=torch.rand(1).item()),
             save=lambda now: save(checkpoints, parts, now, write_drafter),
             stop=stop or StopRequest(),
             progress=StageProgress(),

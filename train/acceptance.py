@@ -7,21 +7,23 @@ often as a tenth of the training time pays for.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+from accelerate import Accelerator
 from torch import nn
 
-from eval.acceptance import measure_acceptance
-from specdec_runtime.draft import Drafter
+from distill.recipe import RefreshableDrafter
+from eval.acceptance import MeasuredAcceptance, measure_acceptance
+from specdec_runtime.auto_length import measured_policy
+from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import Target
 from train.loop import Measurement
+from train.processes import from_all
 from train.run_log import Value
+from train.samples import Sample
 
-
-class RefreshableDrafter(Drafter, Protocol):
-    """A drafter of the runtime around the module that is trained."""
-
-    def refresh(self) -> None: ...
+NUM_SAMPLES = 4  # answers shown token by token in a tracker
+PROMPT_CHARS = 200  # of a sample's prompt; its end is enough to know it by
 
 
 @dataclass(kw_only=True)
@@ -32,6 +34,7 @@ class AcceptanceConfig:
     num_draft_tokens, temperature: as the drafter will be used.
     every: optimizer steps between two measurements; null = as often as `share` allows.
     share: of the training time, at most.
+    patience: training ends after so many measurements without a better one; null = never early.
     """
 
     num_prompts: int = 16
@@ -40,6 +43,7 @@ class AcceptanceConfig:
     temperature: float = 0.0
     every: int | None = None
     share: float = 0.1
+    patience: int | None = None
     batch_size: int = 8
     seed: int = 0
 
@@ -55,38 +59,44 @@ class AcceptanceConfig:
                 f"acceptance.every must be at least 1, got {self.every}: "
                 "null measures as often as acceptance.share allows"
             )
+        if self.patience is not None and self.patience < 1:
+            raise ValueError(
+                f"acceptance.patience must be at least 1, got {self.patience}: null = no early end"
+            )
         if not 0 < self.share < 1:
             raise ValueError(f"acceptance.share must lie between 0 and 1, got {self.share}")
 
 
 def measure(
+    accelerator: Accelerator,
     target: Target,
     drafter: RefreshableDrafter,
     module: nn.Module,
-    prompt_ids: Sequence[Sequence[int]],
+    prompt_ids: Sequence[list[int]],
     config: AcceptanceConfig,
+    *,
+    round_cost: float | None = None,
 ) -> Measurement:
-    """Decodes the prompts with the weights that `module` has now.
+    """Decodes the prompts with the weights that `module` has now; every process takes a share.
 
-    `module`, which `drafter` drafts with, is in eval mode meanwhile and as before afterwards.
+    `module`, which `drafter` drafts with, is in eval mode meanwhile and as before afterwards. The
+    result is the same on every process, and for any number of them.
+
+    Args:
+        round_cost: of `measured_round_cost`; adds the predicted speedup.
     """
+    rank, processes = accelerator.process_index, accelerator.num_processes
+    own = range(rank, len(prompt_ids), processes)
     was_training = module.training
     module.eval()
     drafter.refresh()
     try:
-        measured = measure_acceptance(
-            target,
-            drafter,
-            prompt_ids,
-            num_draft_tokens=config.num_draft_tokens,
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            seed=config.seed,
-            batch_size=config.batch_size,
-        )
+        measured = _decode(target, drafter, prompt_ids, own, config) if own else None
     finally:
         module.train(was_training)
-    stats = measured.stats
+    shares = from_all(accelerator, (measured.stats, measured.seconds) if measured else None)
+    done = [share for share in shares if share is not None]
+    stats = sum((share[0] for share in done), AcceptanceStats())
     values: dict[str, Value] = {
         "acceptance_length": stats.acceptance_length,
         "acceptance_rate": stats.acceptance_rate,
@@ -94,7 +104,59 @@ def measure(
         "num_rounds": stats.num_rounds,
         "num_tokens": stats.num_tokens,
     }
-    return Measurement(stats.acceptance_length, values, measured.seconds)
+    if round_cost is not None:
+        values["predicted_speedup"] = stats.acceptance_length / round_cost
+    samples = []
+    if measured is not None and accelerator.is_main_process:
+        samples = _samples(target.tokenizer, [prompt_ids[index] for index in own], measured)
+    seconds = max(share[1] for share in done)
+    return Measurement(stats.acceptance_length, values, seconds, samples)
+
+
+def measured_round_cost(
+    target: Target, drafter: RefreshableDrafter, config: AcceptanceConfig
+) -> float:
+    """What a round at the deployed draft length costs here, in tokens of plain decoding.
+
+    Acceptance length / round cost is the speedup at batch size 1 that acceptance predicts.
+    """
+    number = config.num_draft_tokens
+    costs = measured_policy(
+        target, drafter, is_sampled=config.temperature > 0, max_draft_tokens=number
+    )
+    return costs.verify_cost[number] + costs.draft_start + number * costs.draft_cost
+
+
+def _decode(
+    target: Target,
+    drafter: RefreshableDrafter,
+    prompt_ids: Sequence[list[int]],
+    own: range,
+    config: AcceptanceConfig,
+) -> MeasuredAcceptance:
+    return measure_acceptance(
+        target,
+        drafter,
+        [prompt_ids[index] for index in own],
+        num_draft_tokens=config.num_draft_tokens,
+        max_new_tokens=config.max_new_tokens,
+        temperature=config.temperature,
+        seed=[config.seed + index for index in own],
+        batch_size=config.batch_size,
+    )
+
+
+def _samples(
+    tokenizer: Any, prompt_ids: Sequence[list[int]], measured: MeasuredAcceptance
+) -> list[Sample]:
+    """The first answers of a measurement, token by token."""
+    answers = list(zip(prompt_ids, measured.token_ids, measured.kinds, strict=True))
+    samples = []
+    for ids, token_ids, kinds in answers[:NUM_SAMPLES]:
+        texts = [tokenizer.decode([token_id]) for token_id in token_ids]
+        prompt = tokenizer.decode(ids)[-PROMPT_CHARS:]
+        samples.append(Sample(prompt, list(zip(texts, kinds, strict=True))))
+    return samples
 
 
 def interval(config: AcceptanceConfig, *, step_s: float, acceptance_s: float) -> int:

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from train.rng import RngState
+from train.sharding import like, load_optimizer_state
 
 FORMAT_VERSION = 1
 MANIFEST = "checkpoint.json"
@@ -45,7 +47,14 @@ class TrainState:
     best_step: int | None = None
     best_score: float | None = None  # acceptance length of the best step
     first_score: float | None = None  # acceptance length before training
+    num_worse: int = 0  # measurements since the best one
+    ended_early: bool = False  # too many of them
+    num_measurements: int = 0  # while training
+    acceptance_s: float = 0.0  # spent on them
     acceptance_every: int = 1  # steps between measurements, chosen when the run started
+    num_micro_batches: int | None = None  # where the stream ends, over all ranks
+    round_cost: float | None = None  # of the runtime, in tokens of plain decoding, when it started
+    scaler: dict[str, float] = field(default_factory=dict)  # of float16 losses
     processes: int = 1
     metric_sums: dict[str, list[float]] = field(default_factory=dict)  # of the log interval
     identity: dict[str, str] = field(default_factory=dict)  # fingerprints of target, data, drafter
@@ -55,8 +64,9 @@ class TrainState:
         if self.first_score is None:
             self.first_score = score
         if self.best_score is not None and not score > self.best_score:
+            self.num_worse += 1
             return False
-        self.best_step, self.best_score = self.step, score
+        self.best_step, self.best_score, self.num_worse = self.step, score, 0
         return True
 
 
@@ -87,27 +97,36 @@ class Checkpoints:
         self,
         state: TrainState,
         *,
-        module: nn.Module,
-        optimizer: Optimizer,
+        weights: dict[str, Tensor],
+        moments: dict[str, Tensor],
+        param_groups: list[dict[str, Any]],
         rng: list[RngState],
         write_drafter: Callable[[Path], object],
     ) -> Path:
         """Writes one checkpoint, points `best` to the best one, removes what is no longer needed.
 
-        `write_drafter(folder)` writes the drafter folder; `rng` holds one state per rank.
+        Args:
+            weights, moments: whole tensors, of `trained_weights` and `full_optimizer_state`.
+            rng: one state per rank.
+            write_drafter: writes the drafter folder.
+
+        Raises:
+            OSError: if the disk is full, say; the checkpoints that were there stay.
         """
         final = self.root / folder_name(state.step)
         temporary = self.root / f".{final.name}.tmp-{os.getpid()}"
         self.root.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         temporary.mkdir()
-        save_file(trained_weights(module), temporary / WEIGHTS)
-        moments, param_groups = flatten_optimizer(optimizer)
         random_tensors = {
             f"rng.{rank}.{k}": v for rank, r in enumerate(rng) for k, v in r.tensors.items()
         }
-        save_file(moments | random_tensors, temporary / OPTIMIZER)
-        write_drafter(temporary / "drafter")
+        try:
+            save_file(weights, temporary / WEIGHTS)
+            save_file(moments | random_tensors, temporary / OPTIMIZER)
+            write_drafter(temporary / "drafter")
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(f"checkpoint {final.name} could not be written: {error}") from error
         manifest = {
             "format_version": FORMAT_VERSION,
             "state": asdict(state),
@@ -203,43 +222,21 @@ def restore(
         raise ValueError(f"checkpoint {checkpoint.folder.name} is of another drafter: {problem}")
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(weights[name])
+            tensor.copy_(like(weights[name], tensor))
     tensors = load_file(checkpoint.folder / OPTIMIZER)
-    unflatten_optimizer(optimizer, tensors, checkpoint.param_groups)
+    load_optimizer_state(optimizer, tensors, checkpoint.param_groups)
     prefix = f"rng.{rank}."
     random_tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     return RngState(checkpoint.rng[rank], random_tensors)
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters and saved buffers by plain name; a tied parameter appears once."""
+    """Trainable parameters and saved buffers by plain name; a tied parameter appears once. Sharded
+    where the module is."""
     trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     parameters = dict(module.named_parameters(remove_duplicate=False))
     state = module.state_dict()
     return {k: v.detach() for k, v in state.items() if k in trainable or k not in parameters}
-
-
-def flatten_optimizer(optimizer: Optimizer) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """(tensors named `optimizer.<parameter number>.<name>`, parameter groups as plain values)."""
-    state = optimizer.state_dict()
-    tensors = {}
-    for number, values in state["state"].items():
-        for name, value in values.items():
-            assert isinstance(value, Tensor), f"optimizer state {name} is no tensor"
-            tensors[f"optimizer.{number}.{name}"] = value.contiguous()
-    return tensors, state["param_groups"]
-
-
-def unflatten_optimizer(
-    optimizer: Optimizer, tensors: dict[str, Tensor], param_groups: list[dict[str, Any]]
-) -> None:
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
-        if key.startswith("optimizer."):
-            _, number, name = key.split(".", 2)
-            state.setdefault(int(number), {})[name] = tensor
-    groups = [group | {"betas": tuple(group["betas"])} for group in param_groups]  # JSON has lists
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def _difference(saved: dict[str, Tensor], own: dict[str, Tensor]) -> str | None:

@@ -1,16 +1,20 @@
 """`python -m train +experiment=NAME [key=value ...]`: composes and checks the settings, then runs.
 
 Exit codes: 0 done; 1 a stage failed; 2 the settings are wrong; 3 done, but the output is not the
-target's; 130 and 143 stopped by Ctrl-C and SIGTERM with everything saved. HYDRA_FULL_ERROR=1 shows the traceback behind a message.
+target's; 130 and 143 stopped by Ctrl-C and SIGTERM with everything saved. A sweep ends with the
+highest one of its jobs. HYDRA_FULL_ERROR=1 shows the traceback behind a message.
 """
 
 import os
 import sys
 from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+    from train.sweep import Outcome
 
 HELP = """\
 Distils a drafter for a target LLM, measures it in the built-in runtime and reports whether it pays.
@@ -28,20 +32,15 @@ Often set:
     tracking=wandb              log to Weights & Biases as well (offline without a key)
     resume=auto                 continue the newest run of the experiment; or resume=RUN_FOLDER
 
-All settings: python -m train +experiment=NAME --cfg job      Sweeps: -m key=a,b,c
+All settings: python -m train +experiment=NAME --cfg job
+Sweeps: -m key=a,b,c          on a cluster: hydra/launcher=slurm as well
+The same run again: python -m train --config-dir RUN_FOLDER --config-name config
 Your own experiments: --config-dir FOLDER, which holds experiment/NAME.yaml
 Many processes: accelerate launch -m train +experiment=NAME
 """
 
 
 NOT_EXACT = 3
-
-
-class Outcome(NamedTuple):
-    """How a job ended; `score`, the acceptance length, is what a sweep maximises."""
-
-    exit_code: int
-    score: float | None
 
 
 def main() -> None:
@@ -75,18 +74,29 @@ def _run_command_line() -> int:
     """Composes the settings of one run, or of each job of a sweep; returns the exit code."""
     # Only now: torch takes seconds to import, and `--help` needs none of this.
     import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
 
     from train.cli_errors import CONFIG_ERRORS, explain
     from train.config import TrainConfig
+    from train.sweep import SweepJob, print_sweep
 
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
-    codes = []
+    jobs: list[SweepJob] = []
+    sweep_dirs: list[Path] = []
+    own_process = os.getpid()
 
-    def job(settings: "DictConfig") -> float | None:
-        outcome = _run_job(settings, show_traceback=show_traceback)
-        codes.append(outcome.exit_code)
-        return outcome.score
+    def job(settings: "DictConfig") -> float:
+        hydra_settings = HydraConfig.get()
+        is_sweep = hydra_settings.mode is RunMode.MULTIRUN
+        outcome = _run_job(settings, is_sweep=is_sweep, show_traceback=show_traceback)
+        if outcome.exit_code and os.getpid() != own_process:
+            raise RuntimeError(outcome.message)  # a launcher's process: only it can be told
+        jobs.append(SweepJob(list(hydra_settings.overrides.task), outcome))
+        if is_sweep:
+            sweep_dirs.append(Path(hydra_settings.sweep.dir))
+        return outcome.objective
 
     command = hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(job)
     try:
@@ -96,10 +106,12 @@ def _run_command_line() -> int:
             raise
         print(f"error: {explain(error, TrainConfig)}", file=sys.stderr)
         return 2
-    return max(codes, default=0)
+    if sweep_dirs:
+        print_sweep(jobs, sweep_dirs[0])
+    return max((one.outcome.exit_code for one in jobs), default=0)
 
 
-def _run_job(settings: "DictConfig", *, show_traceback: bool) -> Outcome:
+def _run_job(settings: "DictConfig", *, is_sweep: bool, show_traceback: bool) -> "Outcome":
     """One run; whatever a user can cause ends in one line on standard error."""
     from omegaconf import OmegaConf
 
@@ -111,12 +123,18 @@ def _run_job(settings: "DictConfig", *, show_traceback: bool) -> Outcome:
         check_complete(settings, TrainConfig)
         config = OmegaConf.to_object(settings)
         assert isinstance(config, TrainConfig)
+        if is_sweep and (config.run_dir is not None or config.resume is not None):
+            raise ValueError(
+                "run_dir and resume name one run, and every job of a sweep makes its own: "
+                "leave them out, or continue one job without -m"
+            )
     except (*CONFIG_ERRORS, ValueError) as error:
         if show_traceback:
             raise
         return _failed(2, explain(error, TrainConfig))
 
     from train.run import run
+    from train.sweep import Outcome
 
     try:
         result = run(config, OmegaConf.to_yaml(settings), sys.argv)
@@ -128,9 +146,11 @@ def _run_job(settings: "DictConfig", *, show_traceback: bool) -> Outcome:
         return _failed(1, " ".join(str(error).split()))
     if not result.exact:
         _failed(NOT_EXACT, "the drafter changed the target's text; the report says where")
-    return Outcome(0 if result.exact else NOT_EXACT, result.score)
+    return Outcome(0 if result.exact else NOT_EXACT, result.score, result.run_dir)
 
 
-def _failed(exit_code: int, message: str) -> Outcome:
+def _failed(exit_code: int, message: str) -> "Outcome":
+    from train.sweep import Outcome
+
     print(f"error: {message}", file=sys.stderr, flush=True)
-    return Outcome(exit_code, None)
+    return Outcome(exit_code, message=message)

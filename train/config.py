@@ -11,8 +11,10 @@ from omegaconf import MISSING
 
 from distill.answers import AnswersConfig
 from distill.losses import LossConfig
-from distill.objectives.causal_lm import DraftConfig
+from distill.on_policy import OnPolicyConfig
 from distill.prompts import PromptsConfig
+from distill.recipe import DraftSettings, settings_of, trained_kinds
+from distill.signal_forms import SignalsConfig, require_form
 from eval.config import EvaluationConfig
 from specdec_runtime.engines import Engine
 from train.acceptance import AcceptanceConfig
@@ -48,6 +50,9 @@ class TrainingConfig:
     accumulation_steps: micro-batches of each process per optimizer step.
     save_every: optimizer steps between checkpoints; a better drafter is saved at once.
     keep_last: newest checkpoints to keep, besides the best one.
+    precision: of matrix products; weights and moments are float32 in every case.
+    gradient_checkpointing: compute a layer's inside again in the backward pass: less memory, about
+        a third more time.
     compile: torch.compile the drafter; pays off from about ten minutes of training on.
     """
 
@@ -60,6 +65,7 @@ class TrainingConfig:
     save_every: int = 100
     keep_last: int = 2
     precision: Precision = Precision.auto
+    gradient_checkpointing: bool = False
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -87,6 +93,7 @@ class TrainConfig:
     name: of the experiment; runs go to `runs_dir/name/<time>`.
     run_dir: another folder for this run; must not exist or be empty.
     resume: null, "auto" for the newest run of this name, or a run folder.
+    answers_folder: answers that exist, of `python -m distill.answers`; null = have them written.
     evaluate_lookup: measure prompt lookup beside the drafter, the baseline that costs nothing.
     """
 
@@ -98,8 +105,11 @@ class TrainConfig:
     target: TargetConfig = field(default_factory=TargetConfig)
     prompts: PromptsConfig = field(default_factory=PromptsConfig)
     answers: AnswersConfig = field(default_factory=AnswersConfig)
-    draft: DraftConfig = field(default_factory=DraftConfig)
+    answers_folder: str | None = None
+    signals: SignalsConfig = field(default_factory=SignalsConfig)
+    draft: DraftSettings = MISSING  # the dataclass of the kind that conf/draft/<kind>.yaml names
     loss: LossConfig = field(default_factory=LossConfig)
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
@@ -110,6 +120,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.resume is not None and self.run_dir is not None:
             raise ValueError("resume and run_dir contradict each other: give one of them")
+        if self.loss.temperature is None:
+            # Of the temperatures that the target is served at; greedy text says nothing about it.
+            sampled = [value for value in self.answers.temperatures if value > 0]
+            self.loss.temperature = max(sampled, default=1.0)
+        require_form(self.signals, self.loss)
 
 
 ConfigStore.instance().store(name="train_schema", node=TrainConfig)
+for _kind in trained_kinds():
+    ConfigStore.instance().store(
+        group="draft", name=f"{_kind}_schema", node=settings_of(_kind), package="draft"
+    )

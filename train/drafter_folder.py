@@ -1,15 +1,14 @@
 """The drafter folder as training writes it: into every checkpoint, and as the product of a run."""
 
-import copy
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
+from distill.recipe import Recipe
 from specdec_runtime.formats import (
     DRAFT_VOCAB_NAME,
     MANIFEST_NAME,
@@ -26,23 +25,23 @@ CARD = "README.md"
 
 
 class DrafterWriter:
-    """Writes the module under training as a folder that the runtime, and transformers, load.
+    """Writes the drafter under training as a folder that the runtime loads.
 
     Args:
         dtype: of the written weights; the module itself keeps its float32 masters.
-        d2t, t2d: of a reduced output vocabulary (see specdec_runtime/formats.py), or None.
+        draft_vocab: d2t and t2d of a reduced output vocabulary (specdec_runtime/formats.py), or None.
     """
 
     def __init__(
         self,
-        module: PreTrainedModel,
+        recipe: Recipe,
         manifest: DrafterManifest,
         *,
         tokenizer: Any,
         dtype: torch.dtype,
         draft_vocab: dict[str, Tensor] | None,
     ) -> None:
-        self._module = module
+        self._recipe = recipe
         self._manifest = manifest
         self._tokenizer = tokenizer
         self._dtype = dtype
@@ -50,11 +49,14 @@ class DrafterWriter:
 
     def __call__(self, folder: Path) -> Path:
         """Raises a ValueError if the folder exists and holds anything."""
-        written = copy.deepcopy(self._module)
-        nn.Module.to(written, dtype=self._dtype)
-        written.config.dtype = self._dtype  # the configuration says what the tensors are
+        written = self._recipe.written(self._dtype)
+        measured = self._manifest.measured | self._recipe.writing_report(written)
         return write_drafter(
-            folder, written, self._manifest, tokenizer=self._tokenizer, tensors=self._tensors
+            folder,
+            written,
+            replace(self._manifest, measured=measured),
+            tokenizer=self._tokenizer,
+            tensors=self._tensors,
         )
 
 

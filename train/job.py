@@ -4,7 +4,6 @@ import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from accelerate import Accelerator
 
@@ -12,33 +11,24 @@ from train.checkpoint import Checkpoints, TrainState
 from train.config import TrainConfig
 from train.interrupts import StopRequest
 from train.progress import StageProgress, stage_progress
-from train.run_log import RunLog, Value
+from train.run_log import RunLog
 
 
 @dataclass(kw_only=True)
 class Job:
-    """One run in one process; `settings` is `config` as plain values, without secrets.
-
-    `log` and `state` exist from the training stage on.
-    """
+    """One run in one process; `state` exists from the training stage on."""
 
     config: TrainConfig
-    settings: dict[str, Any]
+    log: RunLog
     accelerator: Accelerator
     run_dir: Path
     stop: StopRequest
-    log: RunLog | None = None
     state: TrainState | None = None
     stage: str = field(default="start")
 
     @property
     def checkpoints(self) -> Checkpoints:
         return Checkpoints(self.run_dir, keep_last=self.config.training.keep_last)
-
-    @property
-    def run_log(self) -> RunLog:
-        assert self.log is not None, "metrics are written from the training stage on"
-        return self.log
 
     def say(self, text: str) -> None:
         """One line for whoever watches; the main process speaks."""
@@ -55,7 +45,3 @@ class Job:
         if self.state is not None and self.stage == "training":
             return f" after step {self.state.step} of {self.state.max_steps}"
         return f" during {self.stage}"
-
-    def close_log(self, *, exit_code: int, summary: dict[str, Value] | None = None) -> None:
-        if self.log is not None:
-            self.log.finish(exit_code=exit_code, summary=summary)

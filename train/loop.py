@@ -8,54 +8,26 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.optim import AdamW
+from torch import Tensor
 
 from distill.batches import Batch
-from distill.objective import Objective, Terms
 from train.checkpoint import TrainState
+from train.finite import FiniteWatch
 from train.interrupts import Interrupted, StopRequest
 from train.metrics import MetricSums
-from train.optim import OptimConfig, learning_rate_at, make_optimizer, set_learning_rate
-from train.precision import Precision, autocast
+from train.optim import OptimConfig, learning_rate_at, set_learning_rate
+from train.parts import Parts, host_sums
 from train.processes import on_main
 from train.progress import StageProgress
 from train.rng import rng_untouched
 from train.run_log import RunLog, Value
-
-MicroBatches = Callable[[int], Batch]  # number of a micro-batch in the endless stream -> the batch
-
-
-class DrafterLoss(nn.Module):
-    """The drafter with its objective: what is wrapped for many processes, so that every use of a
-    weight happens inside one forward call. It holds no parameter but the drafter's."""
-
-    def __init__(self, drafter: nn.Module, objective: Objective, precision: Precision) -> None:
-        super().__init__()
-        self.drafter = drafter
-        self._objective = objective
-        self._precision = precision
-
-    def forward(self, batch: Batch) -> Terms:
-        device = next(self.drafter.parameters()).device
-        with autocast(self._precision, device):
-            return self._objective(self.drafter, batch)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a step works on. `drafter` is the bare module, `loss` the same one, wrapped."""
-
-    accelerator: Accelerator
-    drafter: nn.Module
-    loss: nn.Module
-    optimizer: AdamW
-    micro_batches: MicroBatches
-    accumulation_steps: int
+from train.samples import Sample
+from train.sharding import full_tensor
+from train.throughput import Throughput
 
 
 @dataclass(frozen=True)
@@ -65,6 +37,7 @@ class Measurement:
     score: float
     values: dict[str, Value]
     seconds: float
+    samples: list[Sample] = field(default_factory=list)  # of the main process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,34 +49,13 @@ class Intervals:
     acceptance: int
 
 
-def make_parts(
-    accelerator: Accelerator,
-    drafter: nn.Module,
-    objective: Objective,
-    micro_batches: MicroBatches,
-    *,
-    optim: OptimConfig,
-    accumulation_steps: int,
-    precision: Precision,
-) -> Parts:
-    """Moves the drafter to the device and wraps it for the processes there are.
-
-    Accumulation is ours: the Accelerator's own setting must be 1,
-    because its `backward` divides by it.
-    """
-    assert accelerator.gradient_accumulation_steps == 1
-    drafter.to(accelerator.device)
-    wrapped = accelerator.prepare(DrafterLoss(drafter, objective, precision))
-    optimizer = make_optimizer(drafter.parameters(), optim)
-    return Parts(accelerator, drafter, wrapped, optimizer, micro_batches, accumulation_steps)
-
-
 def train(
     parts: Parts,
     state: TrainState,
     *,
     optim: OptimConfig,
     every: Intervals,
+    patience: int | None = None,
     run_log: RunLog,
     measure: Callable[[], Measurement],
     save: Callable[[TrainState], None],
@@ -112,23 +64,35 @@ def train(
 ) -> None:
     """Trains from `state.step` to `state.max_steps`, in place.
 
+    Args:
+        patience: ends the training after so many measurements without a better one.
+        measure, save: called by every process.
+
     Raises:
-        ValueError: at the first loss or gradient that is not finite.
+        ValueError: for a loss or gradient that is not finite, before anything is made of it.
         Interrupted: after a signal, with the finished step saved.
     """
     # What a checkpoint holds are the sums over all ranks: one of them goes on with them.
     sums = MetricSums(state.metric_sums if parts.accelerator.is_main_process else None)
+    watch, pace = FiniteWatch(parts.device), Throughput(parts.device)
     with stop.deferred():
-        while state.step < state.max_steps:
+        while state.step < state.max_steps and not state.ended_early:
             parts.drafter.train()
             start = time.perf_counter()
             step = optimizer_step(parts, state, optim, sums, stop_requested=stop.signum is not None)
-            state.seconds += time.perf_counter() - start
+            watch.add(
+                state.step, step.loss, step.grad_norm, step.ids, scaled=parts.scaler.is_enabled()
+            )
             due = _due(state, every)
+            if due.log or due.save or due.acceptance or step.stop_requested:
+                watch.require(parts)  # the only wait for the device
+            state.seconds += pace.add(step.num_tokens, step.num_positions, since=start)
             if due.log:
-                _log(parts, state, step, sums, run_log, progress)
+                _log(parts, state, step, sums, pace, run_log, progress)
             improved = due.acceptance and _measure(parts, state, measure, run_log)
-            if due.save or improved or step.stop_requested:
+            if due.acceptance and patience is not None:
+                state.ended_early = state.num_worse >= patience
+            if due.save or improved or state.ended_early or step.stop_requested:
                 state.metric_sums = sums.totals(parts.accelerator)
                 save(state)
             if step.stop_requested:
@@ -137,42 +101,61 @@ def train(
 
 @dataclass(frozen=True)
 class Step:
+    """One optimizer step; the tensors are on the device and were not looked at.
+
+    loss: sum over this process's tokens. grad_norm: over all processes, before clipping.
+    num_tokens, num_positions: valid ones, and all with prompts and padding, over all processes.
+    ids: of this process's examples. stop_requested: on any process.
+    """
+
     learning_rate: float
-    grad_norm: float
-    num_tokens: int  # valid tokens of the step, over all ranks
-    stop_requested: bool  # on any rank
+    loss: Tensor
+    grad_norm: Tensor
+    num_tokens: int
+    num_positions: int
+    ids: list[str]
+    stop_requested: bool
 
 
 def optimizer_step(
     parts: Parts, state: TrainState, optim: OptimConfig, sums: MetricSums, *, stop_requested: bool
 ) -> Step:
-    """Takes step number `state.step + 1` and advances `state`."""
-    batches = _own_batches(parts, state.step)
-    num_tokens, stop_requested = _totals(parts.accelerator, batches, stop_requested)
-    loss_sum = torch.zeros((), device=parts.accelerator.device)
-    for number, batch in enumerate(batches, start=1):
-        last = number == len(batches)
+    """Takes step number `state.step + 1` and advances `state`; waits for no device."""
+    turns = _own_turns(parts, state)
+    counted = [turn.batch for turn in turns if turn.counts]
+    num_tokens, num_positions, stops = host_sums(
+        parts,
+        [
+            sum(batch.num_tokens for batch in counted),
+            sum(batch.token_ids.numel() for batch in counted),
+            int(stop_requested),
+        ],
+    )
+    # DDP and FSDP average over processes; the loss is a sum over processes.
+    scale = parts.accelerator.num_processes / max(num_tokens, 1)
+    loss_sum = torch.zeros((), device=parts.device)
+    for number, turn in enumerate(turns, start=1):
+        last = number == len(turns)
         with nullcontext() if last else parts.accelerator.no_sync(parts.loss):
-            terms = parts.loss(batch.to(parts.accelerator.device))
-            # DDP averages over ranks; the loss is a sum over ranks.
-            scale = parts.accelerator.num_processes / max(num_tokens, 1)
-            parts.accelerator.backward(terms.loss_sum * scale)
-        sums.add(terms)
-        loss_sum += terms.loss_sum.detach()
+            terms = parts.loss(turn.batch)
+            parts.scaler.scale(terms.loss_sum * (scale if turn.counts else 0.0)).backward()
+        if turn.counts:
+            sums.add(terms)
+            loss_sum += terms.loss_sum.detach()
+    parts.scaler.unscale_(parts.optimizer)
     norm = parts.accelerator.clip_grad_norm_(parts.drafter.parameters(), optim.max_grad_norm)
     assert isinstance(norm, Tensor)
-    # The only wait for the device in a step: an update from a bad gradient can not be taken back.
-    finite_loss, grad_norm = torch.stack([loss_sum.double(), norm.double()]).tolist()
-    _require_finite(
-        finite_loss, grad_norm, state.step + 1, parts.accelerator.process_index, batches
-    )
     learning_rate = learning_rate_at(state.step + 1, state.max_steps, optim)
     set_learning_rate(parts.optimizer, learning_rate)
-    parts.optimizer.step()
+    parts.scaler.step(parts.optimizer)
+    parts.scaler.update()
     parts.optimizer.zero_grad(set_to_none=True)
     state.step += 1
     state.num_tokens += num_tokens
-    return Step(learning_rate, grad_norm, num_tokens, stop_requested)
+    ids = [name for batch in counted for name in batch.ids]
+    return Step(
+        learning_rate, loss_sum, full_tensor(norm), num_tokens, num_positions, ids, stops > 0
+    )
 
 
 def measured_step_s(parts: Parts, optim: OptimConfig, *, seconds: float = 5.0) -> float:
@@ -182,20 +165,29 @@ def measured_step_s(parts: Parts, optim: OptimConfig, *, seconds: float = 5.0) -
     """
     trained = [parameter for parameter in parts.drafter.parameters() if parameter.requires_grad]
     weights = [parameter.detach().clone() for parameter in trained]
+    scaler = parts.scaler.state_dict()
     state = TrainState(max_steps=10**9)
     times: list[float] = []
     parts.drafter.train()
     with rng_untouched():
-        while len(times) < 2 or (sum(times) < seconds and len(times) < 20):
+        while _all_go_on(parts, times, seconds):
             start = time.perf_counter()
-            optimizer_step(parts, state, optim, MetricSums(), stop_requested=False)
+            step = optimizer_step(parts, state, optim, MetricSums(), stop_requested=False)
+            step.grad_norm.item()  # waits for the device
             times.append(time.perf_counter() - start)
     with torch.no_grad():
         for parameter, before in zip(trained, weights, strict=True):
             parameter.copy_(before)
     parts.optimizer.state.clear()
+    parts.scaler.load_state_dict(scaler)
     own_s = sum(times[1:]) / len(times[1:])
     return on_main(parts.accelerator, lambda: own_s)
+
+
+def _all_go_on(parts: Parts, times: list[float], seconds: float) -> bool:
+    """Whether any process wants another step: all of them take part in each."""
+    own = len(times) < 2 or (sum(times) < seconds and len(times) < 20)
+    return host_sums(parts, [int(own)])[0] > 0
 
 
 def steps_in(budget_s: float, *, step_s: float, acceptance_s: float, acceptance_every: int) -> int:
@@ -203,36 +195,32 @@ def steps_in(budget_s: float, *, step_s: float, acceptance_s: float, acceptance_
     return max(1, math.floor(budget_s / (step_s + acceptance_s / acceptance_every)))
 
 
-def _own_batches(parts: Parts, step: int) -> list[Batch]:
-    """This rank's micro-batches of one step. A step takes the next processes x accumulation ones of
-    the stream; which rank gets which does not change the step."""
+class _Turn(NamedTuple):
+    """One micro-batch of a process; `counts` is false where there was none left for it."""
+
+    batch: Batch
+    counts: bool
+
+
+def _own_turns(parts: Parts, state: TrainState) -> list[_Turn]:
+    """This process's micro-batches of one step.
+
+    A step takes the next processes x accumulation ones of the stream; which process gets which does
+    not change the step. Where the stream ends within a step, processes without a batch run one of
+    the others' with weight 0, since all of them have to meet in the backward pass.
+    """
     processes, rank = parts.accelerator.num_processes, parts.accelerator.process_index
-    first = step * processes * parts.accumulation_steps
-    numbers = (first + turn * processes + rank for turn in range(parts.accumulation_steps))
-    return [parts.micro_batches(number) for number in numbers]
-
-
-def _totals(accelerator: Accelerator, batches: list[Batch], stop: bool) -> tuple[int, bool]:
-    """(valid tokens of the step, whether any rank was asked to stop), agreed between ranks."""
-    num_tokens = sum(batch.num_tokens for batch in batches)
-    if accelerator.num_processes == 1:
-        return num_tokens, stop
-    own = torch.tensor([num_tokens, int(stop)], device=accelerator.device)
-    total = accelerator.reduce(own, reduction="sum").tolist()
-    return total[0], total[1] > 0
-
-
-def _require_finite(
-    loss: float, grad_norm: float, step: int, rank: int, batches: list[Batch]
-) -> None:
-    if math.isfinite(loss) and math.isfinite(grad_norm):
-        return
-    what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {grad_norm}"
-    ids = ", ".join(name for batch in batches for name in batch.ids)
-    raise ValueError(
-        f"{what} at step {step} on rank {rank}; the last checkpoint is intact. "
-        f"Lower optim.learning_rate or look at these examples: {ids}"
-    )
+    first = state.step * processes * parts.accumulation_steps
+    num_turns = parts.accumulation_steps
+    if state.num_micro_batches is not None:
+        num_turns = min(num_turns, math.ceil((state.num_micro_batches - first) / processes))
+    turns = []
+    for turn in range(num_turns):
+        number = first + turn * processes + rank
+        counts = state.num_micro_batches is None or number < state.num_micro_batches
+        batch = parts.micro_batches(number if counts else first)
+        turns.append(_Turn(batch.to(parts.device), counts))
+    return turns
 
 
 def _due(state: TrainState, every: Intervals) -> "_Due":
@@ -250,15 +238,23 @@ class _Due:
 
 
 def _log(
-    parts: Parts, state: TrainState, step: Step, sums: MetricSums, log: RunLog, bar: StageProgress
+    parts: Parts,
+    state: TrainState,
+    step: Step,
+    sums: MetricSums,
+    pace: Throughput,
+    log: RunLog,
+    bar: StageProgress,
 ) -> None:
-    ratios = sums.reduce(parts.accelerator)
+    ratios, rates = sums.reduce(parts.accelerator), pace.take()
     values: dict[str, Value] = {**ratios, "learning_rate": step.learning_rate}
-    values |= {"grad_norm": step.grad_norm, "num_tokens": state.num_tokens}
-    values |= {"tokens_per_s": state.num_tokens / max(state.seconds, 1e-9)}
+    values |= {"grad_norm": float(step.grad_norm), "num_tokens": state.num_tokens, **rates}
+    if parts.scaler.is_enabled():
+        values["loss_scale"] = parts.scaler.get_scale()
     log.write("training", state.step, values)
     best = f"  acceptance length {state.best_score:.2f}" if state.best_score is not None else ""
-    bar.update(state.step, state.max_steps, f"loss {ratios['loss']:.4f}{best}")
+    note = f"loss {ratios['loss']:.4f}{best}  {rates['tokens_per_s']:.0f} tokens/s"
+    bar.update(state.step, state.max_steps, note)
 
 
 def _measure(
@@ -266,6 +262,11 @@ def _measure(
 ) -> bool:
     """Measures acceptance, logs it, and says whether it is the best so far."""
     with rng_untouched():
-        result = on_main(parts.accelerator, measure)
-    log.write("acceptance", state.step, result.values | {"seconds": result.seconds})
+        result = measure()
+    state.num_measurements += 1
+    state.acceptance_s += result.seconds
+    share = state.acceptance_s / max(state.acceptance_s + state.seconds, 1e-9)
+    values = result.values | {"seconds": result.seconds, "share_of_time": share}
+    log.write("acceptance", state.step, values)
+    log.write_samples(state.step, result.samples)
     return state.is_best(result.score)

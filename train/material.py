@@ -9,9 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distill.answers import AnswerSet, write_answers
-from distill.answers.manifest import fingerprint, make_manifest
-from distill.prompts import Prompt, PromptSets, load_prompts, read_own
+from distill.answers import Answer, AnswerSet
+from distill.answers.authors import author_of
+from distill.answers.turns import collect_turns
+from distill.cache.job import require_same_tokenizer
+from distill.manifests import fingerprint
+from distill.prompt import Prompt, user_texts
+from distill.prompts import PromptSets, load_prompts, read_own
 from distill.self_prompts import self_prompts
 from distill.templates import ChatTemplate
 from eval.suites import EvalPrompt
@@ -19,9 +23,12 @@ from specdec_runtime.assets import cache_folder
 from specdec_runtime.loading import load_target
 from specdec_runtime.model_names import resolve_model
 from specdec_runtime.target import Target
+from specdec_runtime.tokenizers import tokenizer_hash
 from train.job import Job
 from train.processes import on_main
 from train.run_dir import write_atomically
+from train.run_log import Input
+from train.signals import with_signals
 
 ANSWERS = "answers.json"
 HELD_OUT = "held_out"  # the suite of the same kinds as the training prompts
@@ -33,11 +40,12 @@ class Material:
     template: ChatTemplate
     prompts: PromptSets
     answers: AnswerSet
+    examples: list[Answer]  # the answers with the signal that the drafter learns from
 
     def selection_prompts(self, number: int) -> list[list[int]]:
         """Token ids of the held-out prompts that choose the best checkpoint."""
         chosen = self.prompts.suites[HELD_OUT][: _num_for_selection(self.prompts, number)]
-        return [self.template.render(prompt.messages) for prompt in chosen]
+        return [self.template.prompt_ids(prompt) for prompt in chosen]
 
     def evaluation_prompts(self, num_for_selection: int) -> dict[str, list[EvalPrompt]]:
         """The suites of the final evaluation; its held-out prompts chose no checkpoint."""
@@ -45,13 +53,22 @@ class Material:
         suites = self.prompts.suites | {HELD_OUT: self.prompts.suites[HELD_OUT][first:]}
         return {name: self._encoded(prompts) for name, prompts in suites.items()}
 
+    @property
+    def inputs(self) -> list[Input]:
+        """What a tracker is told about the lineage of the drafter."""
+        target = self.target
+        return [
+            Input("target", target.name, target.fingerprint),
+            Input("dataset", "answers", self.answers.fingerprint),
+        ]
+
     def _encoded(self, prompts: Sequence[Prompt]) -> list[EvalPrompt]:
         return [
             EvalPrompt(
                 prompt.id,
-                self.template.render(prompt.messages),
+                self.template.prompt_ids(prompt),
                 prompt.source,
-                str(prompt.messages[-1]["content"]),
+                user_texts(prompt)[-1],
             )
             for prompt in prompts
         ]
@@ -81,8 +98,12 @@ def prepare(job: Job) -> Material:
     job.say(f"prompts: {len(prompts.train)} for training; for evaluation {sizes}")
     folder, ids = on_main(job.accelerator, lambda: _write_answers(job, target, template, prompts))
     answers = AnswerSet.read(folder, order=ids)
-    job.say(f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, in {folder}")
-    return Material(target, template, prompts, answers)
+    own = "all of them the target's own"
+    if answers.num_given_tokens:
+        own = f"{answers.num_given_tokens} of them the data sets' and not the target's own"
+    job.say(f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, {own}, in {folder}")
+    examples = with_signals(job, target, answers)
+    return Material(target, template, prompts, answers, examples)
 
 
 def _prompts(
@@ -93,7 +114,9 @@ def _prompts(
             return self_prompts(target, template, count, seed, progress=progress.update)
 
     job.stage = "prompts"
-    return load_prompts(job.config.prompts, own=own, self_prompting=written_by_target)
+    return load_prompts(
+        job.config.prompts, own=own, self_prompting=written_by_target, template=template
+    )
 
 
 def _write_answers(
@@ -105,15 +128,39 @@ def _write_answers(
         noted = json.loads(note.read_text())
         return Path(noted["folder"]), noted["ids"]
     config = job.config.answers
-    folder = answer_folder(fingerprint(make_manifest(target, template, config)))
-    total = config.max_tokens if config.max_tokens is not None else len(prompts.train)
-    with job.progress("answers", total) as progress:
-        written = write_answers(
-            target, prompts.train, config, folder, template=template, progress=progress.update
-        )
-    ids = [answer.id for answer in written.answers]
+    if job.config.answers_folder is not None:
+        folder = Path(job.config.answers_folder).resolve()
+        ids = _existing(folder, target, template, prompts)
+    else:
+        author = author_of(target, template, config)
+        folder = answer_folder(fingerprint(author.manifest))
+        total = config.max_tokens if config.max_tokens is not None else len(prompts.train)
+        with job.progress("answers", total) as progress:
+            written = collect_turns(author, prompts.train, config, folder, progress=progress.update)
+        ids = [answer.id for answer in written.answers]
     write_atomically(note, json.dumps({"folder": str(folder), "ids": ids}, indent=1))
     return folder, ids
+
+
+def _existing(
+    folder: Path, target: Target, template: ChatTemplate, prompts: PromptSets
+) -> list[str]:
+    """Ids of the answers of a folder that this target can be distilled on, without those to prompts
+    that the evaluation asks.
+
+    Raises:
+        ValueError: if they were written with another tokenizer or template.
+    """
+    answers = AnswerSet.read(folder)
+    require_same_tokenizer(answers.manifest, tokenizer_hash(target.tokenizer))
+    if answers.manifest["template_hash"] != template.hash:
+        raise ValueError(
+            f"{folder} was written with template {answers.manifest['template_hash'][:16]}, the "
+            f"target is served with {template.hash[:16]}: give target.template_options as they "
+            f"were ({answers.manifest['template_options']}), or have the answers written again"
+        )
+    asked = {prompt.id for suite in prompts.suites.values() for prompt in suite}
+    return [answer.id for answer in answers.answers if answer.id.partition("#")[0] not in asked]
 
 
 def answer_folder(answers_fingerprint: str) -> Path:

@@ -49,12 +49,14 @@ class MetricSums:
         }
 
     def _add(self, name: str, numerator: Tensor | int, denominator: Tensor | int) -> None:
-        device = numerator.device if isinstance(numerator, Tensor) else None
-        pair = torch.stack(
-            [
-                torch.as_tensor(value, dtype=torch.float64, device=device).detach()
-                for value in (numerator, denominator)
-            ]
-        )
+        device = next((v.device for v in (numerator, denominator) if isinstance(v, Tensor)), None)
+        pair = torch.stack([_float64(value, device) for value in (numerator, denominator)])
         before = self._sums.get(name)
         self._sums[name] = pair if before is None else before.to(pair.device) + pair
+
+
+def _float64(value: Tensor | int, device: torch.device | None) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(device=device, dtype=torch.float64)
+    # A filled tensor, not a copied one: a copy to the device would wait for it.
+    return torch.full((), value, dtype=torch.float64, device=device)

@@ -25,8 +25,8 @@ PREFILL_EFFICIENCY = 0.5
 
 BYTES_EACH = 2  # of a stored weight
 FETCH_S, LOAD_S = 60.0, 3.0  # of the embedded target: download and conversion; afterwards
-# Guesses: tokens of a user turn that the target writes, and turns for one that is kept.
-SELF_PROMPT_TOKENS, SELF_PROMPT_ATTEMPTS = 48, 1.5
+# Tokens of a user turn that the default target writes, and turns for one that is kept.
+SELF_PROMPT_TOKENS, SELF_PROMPT_ATTEMPTS = 24, 1.4
 KNOWN_PARAMETERS = {DEFAULT_TARGET: 134_515_008, TINY_TARGET: 165_000}
 
 

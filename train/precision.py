@@ -1,6 +1,7 @@
 """Which arithmetic training uses: bfloat16 autocast only where the hardware is faster with it.
 
 Weights and optimizer moments stay float32 in every case; autocast casts inside matrix products.
+float16, for GPUs without bfloat16, is never chosen by itself: its losses have to be scaled.
 """
 
 import time
@@ -18,6 +19,7 @@ class Precision(Enum):
     auto = "auto"
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
 
 
 def matmul_flops_per_s(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.1) -> float:
@@ -36,7 +38,7 @@ def matmul_flops_per_s(dtype: torch.dtype, device: torch.device, *, seconds: flo
 
 
 def resolved(precision: Precision, device: torch.device) -> Precision:
-    """fp32 or bf16; `auto` measures one product in both."""
+    """What was asked for; `auto` measures one product in fp32 and bf16."""
     if precision is not Precision.auto:
         return precision
     gain = matmul_flops_per_s(torch.bfloat16, device) / matmul_flops_per_s(torch.float32, device)
@@ -47,4 +49,5 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
     assert precision is not Precision.auto, "resolve it first"
     if precision is Precision.fp32:
         return nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+    dtype = torch.float16 if precision is Precision.fp16 else torch.bfloat16
+    return torch.autocast(device.type, dtype=dtype)

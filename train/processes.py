@@ -7,25 +7,29 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 Result = TypeVar("Result")
+PASSED_ON = (ValueError, OSError, RuntimeError)
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:
     """Runs `function` on the main process only and gives its result to every process.
 
     Raises:
-        ValueError: on every process, if the function raised it on the main one; so none waits.
+        ValueError, OSError, RuntimeError: on every process, if the function raised it on the main
+            one; so none waits.
     """
     if accelerator.num_processes == 1:
         return function()
-    outcome: list[object] = [None, None]
+    outcome: list[object] = [None, None, None]
     if accelerator.is_main_process:
         try:
             outcome[0] = function()
-        except ValueError as error:
-            outcome[1] = str(error)
+        except PASSED_ON as error:
+            kind = next(kind for kind in PASSED_ON if isinstance(error, kind))
+            outcome[1:] = [kind.__name__, str(error)]
     broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise ValueError(outcome[1])
+    for kind in PASSED_ON:
+        if outcome[1] == kind.__name__:
+            raise kind(outcome[2])
     return outcome[0]  # type: ignore[return-value]
 
 

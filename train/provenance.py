@@ -15,6 +15,10 @@ import torch
 PACKAGES = ("draftloop", "torch", "transformers", "datasets", "accelerate", "hydra-core", "numpy")
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 MIN_SECRET_LENGTH = 8  # shorter values would strike out ordinary words
+# What is a secret by its looks: keys of the hubs and trackers in use, and passwords within URLs.
+SECRET_LOOK = re.compile(
+    r"\b(?:hf_\w{20,}|wandb_v1_\w{20,}|sk-[\w-]{20,}|ghp_\w{20,})|(?<=://)[^/\s@:]*:[^/\s@]+(?=@)"
+)
 
 
 def provenance(argv: list[str]) -> dict[str, Any]:
@@ -34,11 +38,12 @@ def command_line(argv: list[str]) -> str:
 
 
 def redacted(text: str) -> str:
-    """`text` without the value of any environment variable that is named like a secret."""
+    """`text` without what looks like a secret, and without the value of any environment variable that
+    is named like one."""
     for name, value in os.environ.items():
         if SECRET_NAME.search(name) and len(value) >= MIN_SECRET_LENGTH:
             text = text.replace(value, "<redacted>")
-    return text
+    return SECRET_LOOK.sub("<redacted>", text)
 
 
 def hardware() -> dict[str, Any]:

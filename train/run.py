@@ -1,15 +1,19 @@
 """A whole run: the folder, the stages in order, and what is left behind however it ends."""
 
 import json
+import logging
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import OmegaConf
@@ -19,11 +23,14 @@ from train.config import TrainConfig
 from train.interrupts import Interrupted, StopRequest
 from train.job import Job
 from train.material import prepare
+from train.out_of_memory import memory_advice
 from train.plan import describe, measure_machine, planned_stages
 from train.processes import on_main
-from train.provenance import command_line
+from train.provenance import command_line, redacted
 from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
-from train.stages import evaluate_folder, export, load_training, train_drafter
+from train.run_log import RunLog, check_tracker
+from train.sharding import shard_on_cpu
+from train.stages import EVALUATION, evaluate_folder, export, load_training, train_drafter
 
 TRACEBACK = "traceback.txt"
 # Ranks wait for the main one while it writes answers and evaluates.
@@ -36,6 +43,7 @@ class RunResult:
 
     score: float | None
     exact: bool
+    run_dir: Path
 
 
 def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
@@ -47,37 +55,43 @@ def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
+    check_tracker(config.tracking)
     accelerator = Accelerator(
-        cpu=config.target.device == "cpu",
+        # Said, since accelerate starts no processes on CPUs that it is not told to use.
+        cpu=config.target.device == "cpu" or not torch.accelerator.is_available(),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=WAIT_FOR_MAIN)],
     )
-    with StopRequest() as stop:
+    shard_on_cpu(accelerator)
+    with StopRequest() as stop, _own_logs_shown(accelerator.is_main_process):
         choice = on_main(accelerator, lambda: _choose(config))
         if choice.finished:
             return _already_finished(choice.path, show=accelerator.is_main_process)
         lock = _open_on_main(accelerator, choice, config_yaml, argv)
-        job = Job(
-            config=config,
-            settings=_plain(config_yaml),
-            accelerator=accelerator,
-            run_dir=choice.path,
-            stop=stop,
+        log = RunLog(
+            choice.path,
+            config.tracking,
+            is_main=accelerator.is_main_process,
+            name=config.name,
+            config=_plain(redacted(config_yaml)),
         )
+        job = Job(config=config, log=log, accelerator=accelerator, run_dir=choice.path, stop=stop)
         try:
-            return _run_stages(job, argv)
+            with memory_advice(job):
+                return _run_stages(job)
         except Interrupted as stopped:
-            job.close_log(exit_code=128 + stopped.signum)
+            log.finish(exit_code=128 + stopped.signum)
             raise Interrupted(stopped.signum, _how_to_resume(stopped, job, argv)) from None
         except BaseException:
-            job.close_log(exit_code=1)
+            log.finish(exit_code=1)
             _keep_traceback(job)
             raise
         finally:
             if lock is not None:
                 lock.close()
+            accelerator.free_memory()  # of the device; the next job of a sweep needs it
 
 
-def _run_stages(job: Job, argv: list[str]) -> RunResult:
+def _run_stages(job: Job) -> RunResult:
     started = time.monotonic()
     job.say(f"run folder: {job.run_dir}")
     if job.accelerator.is_main_process:
@@ -90,12 +104,34 @@ def _run_stages(job: Job, argv: list[str]) -> RunResult:
         folder = on_main(job.accelerator, lambda: export(job))
         summary = on_main(job.accelerator, lambda: evaluate_folder(job, material, folder, state))
     summary["seconds"] = round(time.monotonic() - started, 1)
-    job.close_log(exit_code=0, summary=summary)
+    job.log.write_results(
+        drafter=folder,
+        evaluation=job.run_dir / EVALUATION,
+        inputs=material.inputs,
+        summary=summary,
+    )
+    job.log.finish(exit_code=0, summary=summary)
     if job.accelerator.is_main_process:
         write_atomically(job.run_dir / SUMMARY, json.dumps(summary, indent=1))
         (job.run_dir / TRACEBACK).unlink(missing_ok=True)
         job.say(f"finished in {summary['seconds'] / 60:.1f} min; drafter: {folder}")
-    return RunResult(summary["acceptance_length"], summary["exact"])
+    return RunResult(summary["acceptance_length"], summary["exact"], job.run_dir)
+
+
+@contextmanager
+def _own_logs_shown(is_main: bool) -> Iterator[None]:
+    """What our packages log, on standard error: plans and remarks of what the stages call."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    loggers = [logging.getLogger(name) for name in ("distill", "eval", "specdec_runtime")]
+    for logger in loggers if is_main else []:
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 def _plain(config_yaml: str) -> dict[str, Any]:
@@ -117,7 +153,7 @@ def _already_finished(path: Path, *, show: bool) -> RunResult:
     summary = json.loads((path / SUMMARY).read_text())
     if show:
         print(f"{path} is finished already; its report: {path / 'eval' / 'report.html'}")
-    return RunResult(summary["acceptance_length"], summary["exact"])
+    return RunResult(summary["acceptance_length"], summary["exact"], path)
 
 
 def _open_on_main(

@@ -5,7 +5,7 @@ runs/<name>/<time>/
     provenance.json    command, git commit, versions, hardware
     metrics.jsonl      training metrics                     (train/run_log.py)
     checkpoints/ best  what training continues from         (train/checkpoint.py)
-    drafter/           the folder that gets served          (train/export.py)
+    drafter/           the folder that gets served          (train/export)
     eval/              results.json, report.html, report.md (eval)
     summary.json       written last: a run that has it is finished
 """
@@ -27,6 +27,20 @@ SUMMARY = "summary.json"
 AUTO = "auto"
 # Settings that may differ between the sessions of one run: they change nothing that is trained.
 FREE_ON_RESUME = ("resume", "run_dir", "runs_dir", "tracking", "training.log_every")
+# In front of the saved settings, so that they are a configuration that Hydra can start from.
+CONFIG_HEAD = """\
+# The same again: python -m train --config-dir {folder} --config-name config
+defaults:
+  - train_schema
+  - draft: {kind}_schema
+  - _self_
+  - override hydra/job_logging: none
+  - override hydra/hydra_logging: none
+hydra:
+  output_subdir: null
+  run:
+    dir: .
+"""
 
 
 @dataclass(frozen=True)
@@ -90,8 +104,23 @@ def open_run(choice: RunChoice, config_yaml: str, argv: list[str]) -> IO[str]:
     else:
         sessions = [provenance(argv)]
     write_atomically(choice.path / "provenance.json", json.dumps({"sessions": sessions}, indent=1))
-    write_atomically(choice.path / CONFIG, config_yaml)
+    write_atomically(choice.path / CONFIG, _startable(config_yaml, choice.path))
     return lock
+
+
+def read_settings(run_dir: Path) -> dict[str, Any]:
+    """The saved settings of a run as plain values."""
+    found = OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG))
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items() if key not in ("defaults", "hydra")}
+
+
+def _startable(config_yaml: str, folder: Path) -> str:
+    """The settings as a configuration of their own, for a new run of the same."""
+    settings = OmegaConf.create(config_yaml)
+    settings.run_dir = settings.resume = None
+    head = CONFIG_HEAD.format(folder=folder, kind=OmegaConf.select(settings, "draft.kind"))
+    return head + OmegaConf.to_yaml(settings)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -127,7 +156,7 @@ def _lock(path: Path) -> IO[str]:
 
 
 def _require_same_settings(path: Path, config_yaml: str) -> None:
-    saved = _leaves(OmegaConf.to_container(OmegaConf.load(path / CONFIG)))
+    saved = _leaves(read_settings(path))
     own = _leaves(OmegaConf.to_container(OmegaConf.create(config_yaml)))
     for key in sorted(saved.keys() | own.keys()):
         free = any(key == name or key.startswith(name + ".") for name in FREE_ON_RESUME)

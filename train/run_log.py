@@ -1,21 +1,26 @@
-"""Where metrics go: `metrics.jsonl` always, Weights & Biases if asked. Only the main process writes.
+"""Where metrics go: `metrics.jsonl` always, Weights & Biases or TensorBoard if asked.
 
-Every other process holds a silent RunLog, so callers never test their rank.
-W&B is imported only when it is used, never asks anything, and goes offline where there is no key
-or no network.
+Only the main process writes. Every other process holds a silent RunLog, so callers never test
+their rank. W&B is imported only when it is used, never asks anything, and goes offline where there
+is no key or no network.
 """
 
 import json
 import math
 import os
+import re
 import socket
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
+
+from train.samples import Sample, as_html
 
 METRICS = "metrics.jsonl"
 CONNECT_TIMEOUT_S = 3.0
@@ -26,6 +31,7 @@ Value = float | int | str | list[float] | None
 class Tracker(Enum):
     none = "none"
     wandb = "wandb"
+    tensorboard = "tensorboard"
 
 
 @dataclass(kw_only=True)
@@ -34,6 +40,15 @@ class TrackingConfig:
     project: str = "draftloop"
     group: str | None = None
     tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a run was made from, for lineage: type "target" or "dataset"."""
+
+    type: str
+    name: str
+    fingerprint: str
 
 
 class RunLog:
@@ -47,18 +62,24 @@ class RunLog:
         is_main: bool,
         name: str,
         config: dict[str, Any],
-        resumed_step: int | None = None,
     ) -> None:
-        """`resumed_step`: lines of later steps are dropped; they are about to be written again."""
-        self._file = self._wandb = None
+        """`config`: the settings as plain values, without secrets."""
+        self._file = self._wandb = self._tensorboard = None
         if not is_main:
             return
-        path = run_dir / METRICS
-        if resumed_step is not None and path.is_file():
-            _drop_after(path, resumed_step)
-        self._file = path.open("a")
+        self._path = run_dir / METRICS
+        self._file = self._path.open("a")
         if tracking.tracker is Tracker.wandb and os.environ.get("WANDB_MODE") != "disabled":
             self._wandb = _start_wandb(run_dir, tracking, name=name, config=config)
+        if tracking.tracker is Tracker.tensorboard:
+            self._tensorboard = _start_tensorboard(run_dir)
+
+    def continue_after(self, step: int) -> None:
+        """Drops the lines of later steps, which are about to be written again; -1 drops all."""
+        if self._file is not None:
+            self._file.close()
+            _drop_after(self._path, step)
+            self._file = self._path.open("a")
 
     def write(self, kind: str, step: int, values: dict[str, Value]) -> None:
         """`kind` is the stage that speaks: training, acceptance, evaluation, ..."""
@@ -70,6 +91,45 @@ class RunLog:
         self._file.flush()
         if self._wandb is not None:
             self._wandb.log(_flat(kind, values), step=step)
+        if self._tensorboard is not None:
+            for name, value in _flat(kind, values).items():
+                if not isinstance(value, str):
+                    self._tensorboard.add_scalar(name, value, step)
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """A table of answers with coloured tokens."""
+        if self._wandb is not None and samples:
+            import wandb
+
+            rows = [[sample.prompt, wandb.Html(as_html(sample))] for sample in samples]
+            table = wandb.Table(columns=["prompt", "answer"], data=rows)
+            self._wandb.log({"acceptance/samples": table}, step=step)
+        if self._tensorboard is not None:
+            for number, sample in enumerate(samples):
+                self._tensorboard.add_text(f"acceptance/sample_{number}", as_html(sample), step)
+
+    def write_results(
+        self, *, drafter: Path, evaluation: Path, inputs: Sequence[Input], summary: dict[str, Value]
+    ) -> None:
+        """Stores the drafter and its evaluation report, with what they were made from."""
+        if self._wandb is None:
+            return
+        import wandb
+
+        made_from = {f"{one.type}_fingerprint": one.fingerprint for one in inputs}
+        for one in inputs:
+            record = wandb.Artifact(
+                _artifact_name(one.type, one.fingerprint[:12]), one.type, metadata=vars(one)
+            )
+            if not self._wandb.offline:  # offline only metadata can say what was used
+                self._wandb.use_artifact(record)
+        for kind, folder in (("drafter", drafter), ("evaluation", evaluation)):
+            name = _artifact_name(self._wandb.id, kind)
+            artifact = wandb.Artifact(name, kind, metadata=made_from | summary)
+            artifact.add_dir(str(folder))
+            self._wandb.log_artifact(artifact)
+        page = wandb.Html((evaluation / "report.html").read_text(), inject=False)
+        self._wandb.log({"evaluation/report": page})
 
     def finish(self, *, exit_code: int, summary: dict[str, Value] | None = None) -> None:
         """Closes the file; marks the W&B run as finished or failed."""
@@ -78,7 +138,19 @@ class RunLog:
         if self._wandb is not None:
             self._wandb.summary.update(_flat("summary", summary or {}))
             self._wandb.finish(exit_code=exit_code)
-        self._file = self._wandb = None
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        self._file = self._wandb = self._tensorboard = None
+
+
+def check_tracker(tracking: TrackingConfig) -> None:
+    """Raises a ValueError if what the tracker needs is not installed."""
+    package = tracking.tracker.value
+    if tracking.tracker is not Tracker.none and find_spec(package) is None:
+        raise ValueError(
+            f"tracking={package} needs the package {package}: pip install {package}, "
+            "or leave tracking=none"
+        )
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -88,6 +160,17 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         return []
     lines = path.read_text().split("\n")[:-1]  # what follows the last line break is incomplete
     return [json.loads(line) for line in lines if line]
+
+
+def _artifact_name(*parts: str) -> str:
+    """W&B allows letters, digits, dashes, underscores and dots."""
+    return re.sub(r"[^\w.-]", "-", "-".join(parts))
+
+
+def _start_tensorboard(run_dir: Path) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(run_dir / "tensorboard"))
 
 
 def _drop_after(path: Path, step: int) -> None:
@@ -127,7 +210,7 @@ def _start_wandb(
         group=tracking.group,
         tags=list(tracking.tags),
         name=f"{name}/{run_dir.name}",
-        id=f"{name}-{run_dir.name}".replace("/", "-"),
+        id=_artifact_name(name, run_dir.name),
         resume="allow",
         dir=run_dir,
         config=config,

@@ -3,10 +3,17 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from train.checkpoint import Checkpoints, TrainState, read_checkpoint, restore
-from train.loop import Parts
+from train.checkpoint import (
+    Checkpoints,
+    TrainState,
+    read_checkpoint,
+    restore,
+    trained_weights,
+)
+from train.parts import Parts, gather_whole
 from train.processes import from_all, on_main
 from train.rng import capture_rng, restore_rng
+from train.sharding import full_optimizer_state
 
 
 def resume(
@@ -36,6 +43,8 @@ def resume(
     rng = restore(checkpoint, module=parts.drafter, optimizer=parts.optimizer, rank=rank)
     if parts.accelerator.is_main_process:
         checkpoints.point_best(checkpoint.state)
+    if parts.scaler.is_enabled():
+        parts.scaler.load_state_dict(checkpoint.state.scaler)
     restore_rng(rng)
     say(f"continuing after step {checkpoint.state.step} of {checkpoint.state.max_steps}")
     return checkpoint.state
@@ -47,14 +56,21 @@ def save(
     state: TrainState,
     write_drafter: Callable[[Path], object],
 ) -> None:
-    """Writes a checkpoint from the main process, with the random states of all."""
+    """Writes a checkpoint from the main process, with the random states of all.
+
+    Every process calls it: where weights are sharded, all of them are needed for whole tensors.
+    """
     rng = from_all(parts.accelerator, capture_rng())
+    weights = trained_weights(gather_whole(parts))
+    moments = full_optimizer_state(parts.optimizer)
+    state.scaler = parts.scaler.state_dict()
 
     def write() -> Path:
         return checkpoints.save(
             state,
-            module=parts.drafter,
-            optimizer=parts.optimizer,
+            weights=weights,
+            moments=moments,
+            param_groups=parts.optimizer.state_dict()["param_groups"],
             rng=rng,
             write_drafter=write_drafter,
         )

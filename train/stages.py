@@ -3,35 +3,41 @@
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distill.batches import BatchStream
-from distill.objectives import causal_lm
+from distill.live_signals import LiveSignals
+from distill.recipe import RefreshableDrafter
+from distill.signal_forms import SignalForm
 from eval.run import evaluate
 from eval.session import print_summary
-from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.formats import DrafterManifest
 from specdec_runtime.loading import load_drafter
-from train.acceptance import interval, measure
+from specdec_runtime.target import Target
+from train.acceptance import interval, measure, measured_round_cost
 from train.checkpoint import TrainState
 from train.config import TrainConfig
 from train.drafter_folder import DrafterWriter, add_measurements, manifest_for
-from train.drafter_start import KIND, Start, start_drafter
+from train.drafter_start import Start, start_drafter
 from train.evaluation_summary import measured_values, recommended_values, summary_of
-from train.export import export_best
+from train.export.run_folder import export_best
 from train.job import Job
-from train.loop import Intervals, Measurement, Parts, make_parts, measured_step_s, steps_in, train
+from train.loop import Intervals, Measurement, measured_step_s, steps_in, train
 from train.material import Material
+from train.parts import MicroBatches, Parts, checkpoint_layers, gather_whole, make_parts
 from train.precision import Precision, resolved
+from train.prefetch import Prefetching
 from train.processes import on_main
 from train.rng import rng_untouched, seed_everything
 from train.run_dir import write_atomically
-from train.run_log import RunLog
 from train.session import resume, save
+from train.sharding import is_sharding
 
 PRECISION = "precision.json"
+EVALUATION = "eval"
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Training:
     start: Start
     stream: BatchStream
     writer: DrafterWriter
-    drafter: CausalLMDrafter
+    drafter: RefreshableDrafter
     selection: list[list[int]]
     identity: dict[str, str]
 
@@ -52,35 +58,34 @@ def load_training(job: Job, material: Material) -> Training:
     config = job.config
     seed_everything(config.seed, job.accelerator.process_index)
     start = start_drafter(job, material)
-    stream = BatchStream(
-        material.answers.answers, max_tokens=config.training.batch_tokens, seed=config.seed
-    )
-    device = job.accelerator.device
-    head = start.target_head.to(device)
-    objective = causal_lm.objective(start.module, head, config.loss)
+    stream = BatchStream(start.examples, max_tokens=config.training.batch_tokens, seed=config.seed)
+    recipe = start.recipe
+    recipe.module.to(job.accelerator.device)
+    objective = recipe.objective(config.loss)
     precision = on_main(job.accelerator, lambda: chosen_precision(job))
+    if config.training.gradient_checkpointing:
+        checkpoint_layers(recipe.module)
     if config.training.compile:
-        body = getattr(start.module, start.module.base_model_prefix)
-        body.compile(dynamic=True)  # in place: no wrapper and no prefix in any key
+        if is_sharding(job.accelerator):
+            raise ValueError("training.compile=true does not go with FSDP2: set one of them off")
+        recipe.compile()
     parts = make_parts(
         job.accelerator,
-        start.module,
+        recipe.module,
         objective,
-        stream,
+        _batches(job, stream, material.target),
         optim=config.optim,
         accumulation_steps=config.training.accumulation_steps,
         precision=precision,
     )
     writer = DrafterWriter(
-        start.module,
-        _manifest(config, material),
+        recipe,
+        _manifest(config, material, recipe.kind_config()),
         tokenizer=material.target.tokenizer,
         dtype=start.target_dtype,
         draft_vocab=start.vocab_tensors,
     )
-    drafter = CausalLMDrafter.from_module(
-        start.module, draft_vocab=start.head_rows, engine=config.target.engine
-    )
+    drafter = recipe.drafter(engine=config.target.engine)
     identity = {
         "target": material.target.fingerprint,
         "answers": material.answers.fingerprint,
@@ -89,6 +94,14 @@ def load_training(job: Job, material: Material) -> Training:
     selection = material.selection_prompts(config.acceptance.num_prompts)
     job.say(_describe(start, stream, precision))
     return Training(parts, start, stream, writer, drafter, selection, identity)
+
+
+def _batches(job: Job, stream: BatchStream, target: Target) -> MicroBatches:
+    """The batches of a run, ahead of time; with a live target's signal where that is asked for."""
+    accelerator = job.accelerator
+    made = Prefetching(stream, stride=accelerator.num_processes, device=accelerator.device)
+    is_live = job.config.signals.form is SignalForm.live
+    return LiveSignals(made, target) if is_live else made
 
 
 def chosen_precision(job: Job) -> Precision:
@@ -105,18 +118,23 @@ def train_drafter(job: Job, material: Material, training: Training) -> TrainStat
     config, parts = job.config, training.parts
 
     def measured() -> Measurement:
-        module = training.start.module
         return measure(
-            material.target, training.drafter, module, training.selection, config.acceptance
+            job.accelerator,
+            material.target,
+            training.drafter,
+            gather_whole(parts),
+            training.selection,
+            config.acceptance,
+            round_cost=job.state.round_cost if job.state else None,
         )
 
     def save_now(state: TrainState) -> None:
         save(job.checkpoints, parts, state, training.writer)
 
     state = resume(job.checkpoints, parts, identity=training.identity, say=job.say)
-    _open_log(job, state)
+    job.log.continue_after(state.step if state is not None else -1)
     if state is None:
-        state = _first_state(job, training, measured)
+        state = _first_state(job, material, training, measured)
         save_now(state)  # what can not be saved should be known before the work is done
     job.state = state
     every = Intervals(
@@ -130,16 +148,14 @@ def train_drafter(job: Job, material: Material, training: Training) -> TrainStat
             state,
             optim=config.optim,
             every=every,
-            run_log=job.run_log,
+            patience=config.acceptance.patience,
+            run_log=job.log,
             measure=measured,
             save=save_now,
             stop=job.stop,
             progress=progress,
         )
-    job.say(
-        f"trained {state.step} steps on {state.num_tokens} tokens; acceptance length "
-        f"{state.first_score:.3f} before, {state.best_score:.3f} at step {state.best_step}, the best"
-    )
+    job.say(_trained(state))
     return state
 
 
@@ -161,7 +177,7 @@ def evaluate_folder(
     drafters = {name: load_drafter(folder, material.target, engine=job.config.target.engine)}
     if job.config.evaluate_lookup:
         drafters["lookup"] = load_drafter("lookup", material.target)
-    output = job.run_dir / "eval"
+    output = job.run_dir / EVALUATION
     results = evaluate(
         material.target,
         drafters,
@@ -177,16 +193,26 @@ def evaluate_folder(
     )
     print_summary(results, output)
     summary = summary_of(results, name)
-    job.run_log.write("evaluation", state.step, {k: v for k, v in summary.items() if k != "exact"})
+    job.log.write("evaluation", state.step, {k: v for k, v in summary.items() if k != "exact"})
     return summary | {"steps": state.step, "trained_tokens": state.num_tokens}
 
 
-def _first_state(job: Job, training: Training, measured: Any) -> TrainState:
+def _first_state(
+    job: Job, material: Material, training: Training, measured: Callable[[], Measurement]
+) -> TrainState:
     """Acceptance before training, and from measured times how many steps there will be."""
     config, parts = job.config, training.parts
     with job.progress("acceptance before training"), rng_untouched():
-        before = on_main(job.accelerator, measured)
-    job.say(f"acceptance length before training: {before.score:.3f} ({before.seconds:.1f} s)")
+        before = measured()
+        round_cost = on_main(
+            job.accelerator,
+            lambda: measured_round_cost(material.target, training.drafter, config.acceptance),
+        )
+    job.say(
+        f"acceptance length before training: {before.score:.3f} ({before.seconds:.1f} s); a round "
+        f"costs {round_cost:.2f} tokens of plain decoding here, so that much is break-even"
+    )
+    num_micro_batches = _num_micro_batches(config, training.stream)
     step_s = 1.0
     if config.training.budget_minutes is not None or config.acceptance.every is None:
         with job.progress("time of a training step"):
@@ -194,19 +220,27 @@ def _first_state(job: Job, training: Training, measured: Any) -> TrainState:
         job.say(f"a training step takes {step_s:.2f} s")
     every = interval(config.acceptance, step_s=step_s, acceptance_s=before.seconds)
     state = TrainState(
-        max_steps=_max_steps(job, training.stream, step_s, before.seconds, every),
+        max_steps=_max_steps(job, num_micro_batches, step_s, before.seconds, every),
+        num_micro_batches=num_micro_batches,
         acceptance_every=every,
+        round_cost=round_cost,
         processes=job.accelerator.num_processes,
         identity=training.identity,
     )
     state.is_best(before.score)
-    job.run_log.write("acceptance", 0, before.values | {"seconds": before.seconds})
-    job.say(f"training: {state.max_steps} steps, acceptance every {every} steps")
+    values = before.values | {"predicted_speedup": before.score / round_cost}
+    job.log.write("acceptance", 0, values | {"seconds": before.seconds})
+    job.log.write_samples(0, before.samples)
+    share = before.seconds / (before.seconds + every * step_s)
+    job.say(
+        f"training: {state.max_steps} steps, acceptance every {every} steps, "
+        f"about {share:.0%} of the time"
+    )
     return state
 
 
 def _max_steps(
-    job: Job, stream: BatchStream, step_s: float, acceptance_s: float, every: int
+    job: Job, num_micro_batches: int | None, step_s: float, acceptance_s: float, every: int
 ) -> int:
     """The smallest of the limits that are set."""
     config = job.config.training
@@ -216,40 +250,49 @@ def _max_steps(
         limits.append(
             steps_in(budget_s, step_s=step_s, acceptance_s=acceptance_s, acceptance_every=every)
         )
-    if config.num_epochs is not None:
-        number = 0
-        while stream.epoch_of(number) == 0:
-            number += 1
+    if num_micro_batches is not None:
         a_step = config.accumulation_steps * job.accelerator.num_processes
-        limits.append(max(1, math.ceil(config.num_epochs * number / a_step)))
+        limits.append(math.ceil(num_micro_batches / a_step))
     return min(limits)
 
 
-def _open_log(job: Job, state: TrainState | None) -> None:
-    job.log = RunLog(
-        job.run_dir,
-        job.config.tracking,
-        is_main=job.accelerator.is_main_process,
-        name=job.config.name,
-        config=job.settings,
-        resumed_step=state.step if state is not None else None,
-    )
+def _num_micro_batches(config: TrainConfig, stream: BatchStream) -> int | None:
+    """Where training.num_epochs ends; None without that limit."""
+    if config.training.num_epochs is None:
+        return None
+    number = 0
+    while stream.epoch_of(number) == 0:
+        number += 1
+    return max(1, math.ceil(config.training.num_epochs * number))
 
 
-def _manifest(config: TrainConfig, material: Material) -> DrafterManifest:
+def _manifest(
+    config: TrainConfig, material: Material, kind_config: dict[str, Any]
+) -> DrafterManifest:
     return manifest_for(
         material.target,
-        kind=KIND,
+        kind=config.draft.kind,
         target_name=material.target.name,
         training_data_fingerprint=material.answers.fingerprint,
         num_draft_tokens=config.acceptance.num_draft_tokens,
         template_options=dict(config.target.template_options),
-        kind_config={},
+        kind_config=kind_config,
+    )
+
+
+def _trained(state: TrainState) -> str:
+    share = state.acceptance_s / max(state.acceptance_s + state.seconds, 1e-9)
+    early = f" (early: {state.num_worse} measurements without a better one)"
+    return (
+        f"trained {state.step} steps{early if state.ended_early else ''} on {state.num_tokens} "
+        f"tokens; acceptance length {state.first_score:.3f} before, {state.best_score:.3f} at step "
+        f"{state.best_step}, the best; {state.num_measurements} measurements took "
+        f"{state.acceptance_s:.0f} s, {share:.0%} of the time"
     )
 
 
 def _describe(start: Start, stream: BatchStream, precision: Precision) -> str:
-    trained = sum(p.numel() for p in start.module.parameters() if p.requires_grad)
+    trained = sum(p.numel() for p in start.recipe.module.parameters() if p.requires_grad)
     return (
         f"drafter: {trained / 1e6:.1f} M trained parameters, {len(start.vocab)} tokens to propose, "
         f"{precision.value}; {len(stream.examples)} examples, {stream.num_tokens} tokens an epoch"

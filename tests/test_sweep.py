@@ -1,0 +1,88 @@
+"""Sweeps and repeated runs: every job is told apart, failures are seen, settings start again."""
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from tests.test_config import composed
+from train.cli import main
+from train.cli_errors import check_complete
+from train.config import TrainConfig
+from train.run import RunResult
+from train.run_dir import RunChoice, open_run, read_settings
+from train.sweep import Outcome, SweepJob, own_overrides, rows_of
+
+OVERRIDES = ("+experiment=smoke", "loss=jsd", "acceptance.num_draft_tokens=5", "resume=auto")
+
+
+def jobs_of(*scores: float | None) -> list[SweepJob]:
+    return [
+        SweepJob(
+            ["+experiment=smoke", f"seed={seed}"],
+            Outcome(int(score is None), score, Path(f"run{seed}"), "" if score else "it broke"),
+        )
+        for seed, score in enumerate(scores)
+    ]
+
+
+def test_the_table_names_what_differs_and_puts_the_best_first():
+    jobs = jobs_of(1.2, None, 1.4)
+    assert own_overrides(jobs) == ["seed=0", "seed=1", "seed=2"]
+    assert rows_of(jobs) == [
+        ["seed=2", "1.400", "0", "run2"],
+        ["seed=0", "1.200", "0", "run0"],
+        ["seed=1", "failed", "1", "it broke"],
+    ]
+    assert math.isnan(jobs[1].outcome.objective)
+
+
+def swept(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> int | str | None:
+    """Exit code of a sweep whose runs are stood in for: seed 1 fails."""
+
+    def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
+        if config.seed == 1:
+            raise ValueError("seed 1 is bad")
+        return RunResult(1.0 + config.seed / 10, True, Path(f"runs/smoke/{config.seed}"))
+
+    monkeypatch.setattr("train.run.run", run)
+    monkeypatch.setattr(sys, "argv", ["train", "-m", "+experiment=smoke", *overrides])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_failing_job_fails_the_sweep_and_leaves_the_others_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert swept(monkeypatch, tmp_path, "seed=0,1,2") == 1
+    said = capsys.readouterr()
+    assert said.err.count("error: seed 1 is bad") == 1
+    (table,) = tmp_path.glob("runs/sweeps/*/sweep.md")
+    lines = table.read_text().splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| seed=2", "| seed=0", "| seed=1"]
+
+
+def test_a_sweep_without_failures_ends_with_0_and_one_run_folder_for_all_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert swept(monkeypatch, tmp_path, "seed=0,2") == 0
+    assert swept(monkeypatch, tmp_path, "seed=0,2", "run_dir=here") == 2
+    assert "every job of a sweep makes its own" in capsys.readouterr().err
+
+
+def test_the_saved_settings_start_the_same_run_again(tmp_path: Path):
+    config = composed(*OVERRIDES)
+    choice = RunChoice(tmp_path / "run", resumed=False)
+    open_run(choice, OmegaConf.to_yaml(OmegaConf.structured(config)), ["train"]).close()
+    with initialize_config_dir(str(choice.path), version_base="1.3"):
+        again = compose("config")
+    check_complete(again, TrainConfig)
+    config.resume = None  # a new run of its own
+    assert OmegaConf.to_object(again) == config
+    assert read_settings(choice.path)["loss"]["name"] == "jsd"

@@ -1,0 +1,68 @@
+"""A sweep's jobs side by side, when all of them are done."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+SUMMARY = "sweep.md"
+
+
+class Outcome(NamedTuple):
+    """How a job ended; `score`, the acceptance length, is what a sweep maximises."""
+
+    exit_code: int
+    score: float | None = None
+    run_dir: Path | None = None
+    message: str = ""  # what went wrong
+
+    @property
+    def objective(self) -> float:
+        """What a sweeper is told; nan marks a trial as failed and lets the sweep go on."""
+        return math.nan if self.score is None else self.score
+
+
+class SweepJob(NamedTuple):
+    """One job of a sweep with what it was given."""
+
+    overrides: list[str]
+    outcome: Outcome
+
+
+def own_overrides(jobs: Sequence[SweepJob]) -> list[str]:
+    """For each job the overrides that not all jobs share."""
+    shared = set.intersection(*(set(job.overrides) for job in jobs)) if len(jobs) > 1 else set()
+    return [" ".join(one for one in job.overrides if one not in shared) or "-" for job in jobs]
+
+
+def rows_of(jobs: Sequence[SweepJob]) -> list[list[str]]:
+    """[settings, acceptance length, exit code, run folder or error] of each job, the best first."""
+    rows = []
+    for settings, job in zip(own_overrides(jobs), jobs, strict=True):
+        one = job.outcome
+        score = f"{one.score:.3f}" if one.score is not None else "failed"
+        rows.append(
+            (one.score, [settings, score, str(one.exit_code), one.message or str(one.run_dir)])
+        )
+    rows.sort(key=lambda row: -math.inf if row[0] is None else row[0], reverse=True)
+    return [row for _, row in rows]
+
+
+HEADS = ("settings", "acceptance length", "exit code", "run folder")
+
+
+def print_sweep(jobs: Sequence[SweepJob], folder: Path) -> None:
+    """The table on the terminal, and as `sweep.md` in the sweep's folder."""
+    rows = rows_of(jobs)
+    table = Table(box=None, pad_edge=False, title=f"{len(jobs)} jobs", title_justify="left")
+    for number, head in enumerate(HEADS):
+        table.add_column(head, justify="right" if number in (1, 2) else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, markup=False)
+    lines = ["| " + " | ".join(row) + " |" for row in (HEADS, ["---"] * len(HEADS), *rows)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY).write_text("\n".join(lines) + "\n")
