@@ -23,11 +23,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.conversations import Turns, conversation_of, prompts_of
 from distill.mixture import distinct, mixture, split
 from distill.overlap import Overlap, describe, find_overlaps
+from distill.prefixes import SOURCE as PREFIXES
+from distill.prefixes import prompts_begun, read_prefixes, without_prompts
 from distill.prompt import Prompt, asked
 from distill.prompt_sources import (
     mt_bench_questions,
@@ -39,6 +42,7 @@ from distill.prompt_sources import (
     word_problems,
 )
 from distill.rows import DatasetConfig, dataset_config, read_rows
+from distill.templates import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +84,9 @@ class PromptsConfig:
             the mix. (Hydra adds no dataclass to a mapping, so they arrive as mappings.)
         sources: share of each embedded source in the mix; they need not sum to one.
         turns: what becomes of conversations that the data sets answer themselves.
+        prefixes: failures.jsonl of an evaluation, or its folder: answers up to where a drafter
+            failed, for the target to go on from.
+        prefix_share: of the training prompts, as far as there are so many.
         num_train: training prompts; those that are not answered within the budget are unused.
         num_held_out: evaluation prompts of the same kinds.
         held_out_fraction: of all candidates, the part that training never sees.
@@ -90,6 +97,8 @@ class PromptsConfig:
     file: str | None = None
     datasets: dict[str, Any] = field(default_factory=dict)
     turns: Turns = Turns.last
+    prefixes: str | None = None
+    prefix_share: float = 0.3
     sources: dict[str, float] = field(
         default_factory=lambda: {
             "self_prompted": 0.4,
@@ -116,7 +125,7 @@ class PromptsConfig:
                 )
             if not share >= 0:
                 raise ValueError(f"prompts.sources.{name} must be zero or positive, got {share}")
-        if taken := sorted(set(self.datasets) & {*known, _FILE}):
+        if taken := sorted(set(self.datasets) & {*known, _FILE, PREFIXES}):
             raise ValueError(
                 f"prompts.datasets.{taken[0]} has the name of an embedded source: give it another"
             )
@@ -124,6 +133,10 @@ class PromptsConfig:
             raise ValueError(
                 "prompts.sources has no positive share: give one, or prompts.file, or "
                 "prompts.datasets"
+            )
+        if not 0 < self.prefix_share < 1:
+            raise ValueError(
+                f"prompts.prefix_share must be between 0 and 1, got {self.prefix_share}"
             )
         if self.num_train < 1:
             raise ValueError(f"prompts.num_train must be at least 1, got {self.num_train}")
@@ -159,12 +172,14 @@ def load_prompts(
     *,
     own: dict[str, list[Prompt]] | None = None,
     self_prompting: SelfPrompting | None = None,
+    template: ChatTemplate | None = None,
 ) -> PromptSets:
     """The prompt sets of a run.
 
     Args:
         own: what `read_own` has read already.
         self_prompting: has the target write user turns; needed if the mix asks for them.
+        template: of the target; needed for `config.prefixes`.
 
     Raises:
         ValueError: for data that can not be used, or a set that would be empty.
@@ -180,6 +195,12 @@ def load_prompts(
         for is_held_out, side in split(prompts, config.held_out_fraction).items():
             sides[is_held_out][name] = side
     suites = {name: SUITES[name]() for name in config.suites}
+    if config.prefixes is not None:
+        assert template is not None, "prefixes need the template that they were rendered with"
+        prefixes, sides[True] = _prefixes(config.prefixes, suites, sides[True], template)
+        sides[False][PREFIXES] = prefixes
+        rest = sum(shares.values())
+        shares = shares | {PREFIXES: rest * config.prefix_share / (1 - config.prefix_share)}
     evaluation = {"held_out": _held_out(sides[True], suites, config), **suites}
     overlaps = find_overlaps((p for side in sides[False].values() for p in side), evaluation)
     if overlaps:
@@ -232,6 +253,31 @@ def mt_bench() -> list[Prompt]:
 
 # Evaluation suites that come with the product, by name.
 SUITES: dict[str, Callable[[], list[Prompt]]] = {"mt_bench": mt_bench}
+
+
+def _prefixes(
+    path: str,
+    suites: dict[str, list[Prompt]],
+    held_out: dict[str, list[Prompt]],
+    template: ChatTemplate,
+) -> tuple[list[Prompt], dict[str, list[Prompt]]]:
+    """The prefixes that no suite begins with, and the prompts to hold out that begin none."""
+    found = read_prefixes(Path(path), template)
+    kept = without_prompts(found, (p for suite in suites.values() for p in suite), template)
+    if len(kept) < len(found):
+        log.warning(
+            "%d of %d prefixes are not trained on: they begin with prompts of %s",
+            len(found) - len(kept),
+            len(found),
+            ", ".join(suites),
+        )
+    if not kept:
+        raise ValueError(
+            f"all prefixes of {path} begin with prompts of {', '.join(suites)}, which this run is "
+            "evaluated on: leave these out of prompts.suites, or evaluate on more prompts"
+        )
+    begun = {p.id for side in held_out.values() for p in prompts_begun(side, kept, template)}
+    return kept, {name: [p for p in side if p.id not in begun] for name, side in held_out.items()}
 
 
 def _held_out(

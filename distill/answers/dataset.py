@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from distill.answers.manifest import ANSWERS, Manifest, fingerprint
-from distill.answers.shards import Answer, read_shard, shard_paths
+from distill.answers.shards import GIVEN, Answer, read_shard, shard_paths
 from distill.signals import TargetRows
 
 
@@ -50,8 +50,13 @@ class AnswerSet:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the target wrote."""
+        """Tokens of all answers."""
         return sum(answer.num_tokens for answer in self.answers)
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Of these, the tokens that the target did not write: the data sets' own answers."""
+        return sum(one.num_tokens for one in self.answers if one.temperature == GIVEN)
 
     @property
     def fingerprint(self) -> str:

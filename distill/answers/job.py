@@ -8,9 +8,9 @@ from distill.answers.authors import Author, RuntimeAuthor, ServerAuthor
 from distill.answers.config import AnswersConfig
 from distill.answers.dataset import AnswerSet
 from distill.answers.served import ServedTarget
-from distill.answers.write import collect_answers
+from distill.answers.turns import collect_turns
 from distill.progress import bar
-from distill.prompts import PromptsConfig, SelfPrompting, load_prompts
+from distill.prompts import PromptsConfig, SelfPrompting, load_prompts, read_own
 from distill.self_prompts import self_prompts
 from distill.target_choice import TargetChoice
 from distill.templates import ChatTemplate
@@ -38,10 +38,11 @@ def run_job(job: AnswersJob) -> AnswerSet:
     Raises:
         ValueError: for whatever a user can change; the message says how.
     """
+    own = read_own(job.prompts)  # a broken line should be known at once
     author, prompting = _author(job)
-    prompts = load_prompts(job.prompts, self_prompting=prompting)
+    prompts = load_prompts(job.prompts, own=own, self_prompting=prompting, template=author.template)
     with bar("answers") as report:
-        answers = collect_answers(
+        answers = collect_turns(
             author, prompts.train, job.answers, Path(job.output), progress=report
         )
     log.info(

@@ -23,6 +23,8 @@ from distill.batches import Example
 from distill.durable import opened_tensors, save_tensors
 from distill.signals import NoSignal, SignalRows, TargetRows, rounded
 
+# Stands for a temperature where the data set's own answer was kept: nobody drew it.
+GIVEN = -1.0
 _PATTERN = "shard-*.safetensors"
 
 
@@ -32,7 +34,7 @@ class Answer(Example):
 
     Attributes:
         source: of the prompt.
-        temperature: at which the target answered.
+        temperature: at which the target answered; GIVEN if it is the data set's own answer.
     """
 
     source: str

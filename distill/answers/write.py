@@ -8,18 +8,20 @@ as one that was not.
 import hashlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from distill.answered_turns import answered_turn
 from distill.answers.authors import Author, author_of
 from distill.answers.budget import Budget
 from distill.answers.config import AnswersConfig
 from distill.answers.dataset import AnswerSet
 from distill.answers.manifest import ANSWERS
 from distill.answers.shards import (
+    GIVEN,
     Answer,
     remove_unfinished,
     shard_paths,
@@ -28,7 +30,7 @@ from distill.answers.shards import (
 )
 from distill.durable import save_text
 from distill.progress import Progress
-from distill.prompts import Prompt
+from distill.prompt import Prompt
 from distill.signals import NoSignal
 from distill.templates import ChatTemplate
 from distill.writer import Request, Text
@@ -42,6 +44,7 @@ class _Job(NamedTuple):
     id: str  # of the answer
     prompt: Prompt
     request: Request
+    given: list[int] | None = None  # the answer, where the data set brings it
 
 
 def write_answers(
@@ -108,28 +111,49 @@ def _jobs(
     """The prompts that are short enough, rendered, each as often as it is to be answered."""
     room = min(config.max_prompt_tokens, max_positions - config.max_new_tokens)
     jobs: list[_Job] = []
-    fitting = 0
+    fitting, unusable = 0, []
     for prompt in {prompt.id: prompt for prompt in prompts}.values():
-        token_ids = template.render(prompt.messages)
-        if 0 < len(token_ids) <= room:
-            fitting += 1
-            for number, temperature in enumerate(_temperatures(prompt, config)):
-                name = sample_id(prompt.id, number)
-                request = Request(len(jobs), token_ids, temperature, _noise(name, config)[1])
-                jobs.append(_Job(name, prompt, request))
-    if fitting < len(prompts):
+        try:
+            token_ids, given = _rendered(prompt, template, config)
+        except ValueError as error:
+            unusable.append(f"{prompt.id}: {error}")
+            continue
+        if not 0 < len(token_ids) <= room:
+            continue
+        fitting += 1
+        for number, temperature in enumerate(_temperatures(prompt, config)):
+            name = sample_id(prompt.id, number)
+            request = Request(len(jobs), token_ids, temperature, _noise(name, config)[1])
+            jobs.append(_Job(name, prompt, request, given))
+    if unusable:
+        log.warning("%d prompts are left out, first %s", len(unusable), unusable[0])
+    if left_out := len(prompts) - fitting - len(unusable):
         log.warning(
             "%d of %d prompts are left out: repeated, or longer than %d tokens",
-            len(prompts) - fitting,
+            left_out,
             len(prompts),
             room,
         )
     if not jobs:
         raise ValueError(
-            f"none of the {len(prompts)} prompts fits into {room} tokens: raise "
+            unusable[0]
+            if unusable
+            else f"none of the {len(prompts)} prompts fits into {room} tokens: raise "
             "answers.max_prompt_tokens, lower answers.max_new_tokens or give shorter prompts"
         )
     return jobs
+
+
+def _rendered(
+    prompt: Prompt, template: ChatTemplate, config: AnswersConfig
+) -> tuple[list[int], list[int] | None]:
+    """(prompt, the data set's own answer to it as far as an answer may go, or None)."""
+    if prompt.answer is None:
+        return template.prompt_ids(prompt), None
+    turn = answered_turn(template, prompt)
+    if not turn.answer_ids:
+        raise ValueError("its own answer is empty: there is nothing to train on")
+    return turn.prompt_ids, turn.answer_ids[: config.max_new_tokens]
 
 
 def sample_id(prompt_id: str, number: int) -> str:
@@ -139,6 +163,8 @@ def sample_id(prompt_id: str, number: int) -> str:
 
 def _temperatures(prompt: Prompt, config: AnswersConfig) -> list[float]:
     """Of each answer to a prompt: in turn from a place that the prompt decides, one greedy."""
+    if prompt.answer is not None:
+        return [GIVEN]
     turn, _ = _noise(prompt.id, config)
     chosen: list[float] = []
     for number in range(config.samples_per_prompt):
@@ -163,21 +189,21 @@ def _write_missing(
         if not budget.allows_another():
             break
         by_key = {job.request.key: job for job in wanted}
-        begun = budget.begin({job.request.key: job.id for job in wanted})
-        texts = author.writer(len(wanted)).write(
-            (by_key[key].request for key in begun),
-            longest_prompt=max(len(job.request.prompt_ids) for job in wanted),
-        )
         shard: list[Answer] = []
         try:
-            for text in texts:
+            for text in _texts(author, wanted, budget):
                 job = by_key[text.request.key]
                 if not text.token_ids:
                     budget.drop(job.id)
                     num_dropped += 1
                     continue
-                shard.append(_answer(job, text))
-                budget.add(shard[-1].id, shard[-1].num_tokens)
+                answer = _answer(job, text)
+                # Texts with and without a signal are not of one shard.
+                if shard and type(shard[-1].rows) is not type(answer.rows):
+                    finished, shard = shard, []
+                    write_shard(folder, finished, hidden_dtype=config.hidden_dtype.torch)
+                shard.append(answer)
+                budget.add(answer.id, answer.num_tokens)
                 if sum(answer.num_tokens for answer in shard) >= config.shard_tokens:
                     finished, shard = shard, []
                     write_shard(folder, finished, hidden_dtype=config.hidden_dtype.torch)
@@ -189,6 +215,20 @@ def _write_missing(
             "%d answers were dropped: broken off by the server, or text whose token ids can not be "
             "known for certain",
             num_dropped,
+        )
+
+
+def _texts(author: Author, wanted: Sequence[_Job], budget: Budget) -> Iterator[Text]:
+    """The answers that the data sets bring, then those that the author writes."""
+    given = {job.request.key: job for job in wanted if job.given is not None}
+    for key in budget.begin({key: job.id for key, job in given.items()}):
+        yield Text(given[key].request, list(given[key].given or ()))
+    asked = {job.request.key: job for job in wanted if job.given is None}
+    if asked and budget.allows_another():
+        begun = budget.begin({key: job.id for key, job in asked.items()})
+        yield from author.writer(len(asked)).write(
+            (asked[key].request for key in begun),
+            longest_prompt=max(len(job.request.prompt_ids) for job in asked.values()),
         )
 
 
