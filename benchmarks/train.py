@@ -37,13 +37,14 @@ from distill.recipe import Recipe, TargetParts, make_recipe
 from distill.signals import NoSignal, TargetHead
 from specdec_runtime import load_target
 from specdec_runtime.loading import load_module
+from specdec_runtime.machine import matmul_flops_per_s
 from specdec_runtime.target import Target
 from train.checkpoint import TrainState
 from train.loop import optimizer_step
 from train.metrics import MetricSums
 from train.optim import OptimConfig
 from train.parts import make_parts
-from train.precision import Precision, matmul_flops_per_s
+from train.precision import Precision
 from train.prefetch import Prefetching
 from train.rng import seed_everything
 from train.throughput import peak_memory_bytes

@@ -26,7 +26,7 @@ Experiments:
 
 Often set:
     target.model=...            hub id, local folder or GGUF file of the target
-    prompts.file=a.jsonl        your own prompts, one JSON object a line
+    prompts.file=a.jsonl        your own prompts: a file, folder or hub id (docs/data.md)
     training.budget_minutes=20  time for training; answers and evaluation come on top
     loss=NAME                   {losses}
     tracking=wandb              log to Weights & Biases as well (offline without a key)

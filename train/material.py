@@ -13,6 +13,8 @@ from distill.answers import Answer, AnswerSet
 from distill.answers.authors import author_of
 from distill.answers.turns import collect_turns
 from distill.cache.job import require_same_tokenizer
+from distill.doctor.finding import Level
+from distill.doctor.tokenizer_checks import check_tokenizer
 from distill.manifests import fingerprint
 from distill.prompt import Prompt, user_texts
 from distill.prompts import PromptSets, load_prompts, read_own
@@ -93,6 +95,7 @@ def prepare(job: Job) -> Material:
             engine=config.target.engine,
         )
     template = ChatTemplate(target.tokenizer, dict(config.target.template_options))
+    _require_sound_tokenizer(target, template)
     prompts = on_main(job.accelerator, lambda: _prompts(job, own, target, template))
     sizes = ", ".join(f"{len(suite)} {name}" for name, suite in prompts.suites.items())
     job.say(f"prompts: {len(prompts.train)} for training; for evaluation {sizes}")
@@ -104,6 +107,18 @@ def prepare(job: Job) -> Material:
     job.say(f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, {own}, in {folder}")
     examples = with_signals(job, target, answers)
     return Material(target, template, prompts, answers, examples)
+
+
+def _require_sound_tokenizer(target: Target, template: ChatTemplate) -> None:
+    """Stops before hours are spent on texts that the target was never shown.
+
+    Raises:
+        ValueError: with the example that does not come back, or ids that the head does not have.
+    """
+    sizes = {"vocab_size": target.model.vocab_size, "real_vocab_size": target.real_vocab_size}
+    for finding in check_tokenizer(template, **sizes):
+        if finding.level is Level.error:
+            raise ValueError(finding.text)
 
 
 def _prompts(

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from specdec_runtime.assets import cache_folder
+from specdec_runtime.machine import matmul_flops_per_s
 from specdec_runtime.model_names import DEFAULT_TARGET, TINY_TARGET
 from train.config import TrainConfig
-from train.precision import matmul_flops_per_s
 from train.progress import duration
 from train.provenance import cpu_name
 

@@ -4,14 +4,13 @@ Weights and optimizer moments stay float32 in every case; autocast casts inside 
 float16, for GPUs without bfloat16, is never chosen by itself: its losses have to be scaled.
 """
 
-import time
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 
 import torch
 
-MATMUL_SIZE = 512  # small enough for hardware that has to emulate bfloat16
-MIN_REPEATS = 3
+from specdec_runtime.machine import matmul_flops_per_s
+
 MIN_GAIN = 1.15  # below this the casts of autocast cost more than the faster product gives back
 
 
@@ -20,21 +19,6 @@ class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
     fp16 = "fp16"
-
-
-def matmul_flops_per_s(dtype: torch.dtype, device: torch.device, *, seconds: float = 0.1) -> float:
-    """Floating-point operations per second of a square matrix product, best of the repeats."""
-    a = torch.ones(MATMUL_SIZE, MATMUL_SIZE, dtype=dtype, device=device)
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    torch.mm(a, a)
-    while len(times) < MIN_REPEATS or time.perf_counter() < end:
-        start = time.perf_counter()
-        torch.mm(a, a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return 2 * MATMUL_SIZE**3 / min(times)
 
 
 def resolved(precision: Precision, device: torch.device) -> Precision:

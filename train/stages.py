@@ -293,7 +293,10 @@ def _trained(state: TrainState) -> str:
 
 def _describe(start: Start, stream: BatchStream, precision: Precision) -> str:
     trained = sum(p.numel() for p in start.recipe.module.parameters() if p.requires_grad)
+    left_out = stream.num_dropped
+    dropped = f"; {left_out} without a token to learn from are left out" if left_out else ""
     return (
         f"drafter: {trained / 1e6:.1f} M trained parameters, {len(start.vocab)} tokens to propose, "
         f"{precision.value}; {len(stream.examples)} examples, {stream.num_tokens} tokens an epoch"
+        f"{dropped}"
     )

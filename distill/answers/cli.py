@@ -11,7 +11,7 @@ Has a target answer prompts; what it writes, with its hidden states, is what dra
 Often set:
     output=FOLDER                 where to; an interrupted job continues there
     target.model=MODEL            hub id, local folder or GGUF file
-    prompts.file=a.jsonl          your own prompts: prompt, messages or turns on each line
+    prompts.file=a.jsonl          your own prompts: a file, folder or hub id (docs/data.md)
     answers.temperatures=[0,1]    as the target is served
     answers.max_tokens=200000     stop after so many tokens; answers.max_seconds likewise
 """
