@@ -36,6 +36,9 @@ from specdec_runtime.model import Cache
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 
+# Drafters whose objective needs a text alone, whoever wrote it.
+ON_POLICY_KINDS = ("causal_lm", "early_exit")
+
 
 @dataclass(kw_only=True)
 class OnPolicyConfig:

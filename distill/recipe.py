@@ -11,7 +11,6 @@ import importlib
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -71,17 +70,11 @@ class RefreshableDrafter(Drafter, Protocol):
         """Take over the weights that the module has now; between `generate` calls only."""
 
 
-class Written(Protocol):
-    """A drafter's weights as they go into its folder."""
-
-    def save_pretrained(self, folder: Path) -> Any:
-        """Write them."""
-
-
 class Recipe(Protocol):
     """One drafter under training."""
 
     module: nn.Module  # float32; what requires a gradient in it is trained, and nothing else
+    feature_layers: tuple[int, ...]  # of the target's residuals that examples have to hold
 
     def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """What is computed once, before the first step, by parameter name; may be empty."""
@@ -98,8 +91,8 @@ class Recipe(Protocol):
     def snapshot(self) -> "Recipe":
         """The same with a copy of the module, which training does not change."""
 
-    def written(self, dtype: torch.dtype) -> Written:
-        """A copy to be saved; the module under training stays as it is."""
+    def written(self, dtype: torch.dtype) -> Any:
+        """A copy to be saved, a module with `save_pretrained(folder)`; that under training stays."""
 
     def writing_report(self, written: Any) -> dict[str, float]:
         """What writing changed, for the folder's record; empty if nothing."""

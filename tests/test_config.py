@@ -13,6 +13,7 @@ from train.plan import Machine, describe, known_parameters, planned_stages
 
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+OWN_DATA = "+prompts.datasets.mine={path: a.csv, weight: 2, columns: {prompt: question}}"
 GROUPS = ("loss", "optim", "tracking", "prompts", "draft")
 
 
@@ -46,10 +47,20 @@ def test_every_loss_is_a_choice_and_every_choice_of_the_other_groups_composes(lo
         group: sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in GROUPS
     }
     cycled = [f"{group}={names[number % len(names)]}" for group, names in choices.items()]
-    config = composed("name=x", *cycled, f"loss={loss}")
+    own = [] if "prompts=own" not in cycled else [OWN_DATA]  # it has no prompts of its own
+    config = composed("name=x", *cycled, *own, f"loss={loss}")
     assert config.loss.name.value == loss
     assert loss in choices["loss"]
     assert len(choices["loss"]) == len(LossName)
+
+
+def test_own_data_sets_are_declared_on_the_command_line_and_checked():
+    prompts = composed("name=x", "prompts=own", "prompts.turns=each", OWN_DATA).prompts
+    assert prompts.shares == {"mine": 2}
+    assert prompts.own["mine"].columns == {"prompt": "question"}
+    wrong = OWN_DATA.replace("weight", "wieght")
+    assert "prompts.datasets.mine.wieght is no setting" in refusal("name=x", "prompts=own", wrong)
+    assert "prompts.sources has no positive share" in refusal("name=x", "prompts=own")
 
 
 def test_every_file_of_a_group_says_what_it_is():
@@ -87,6 +98,16 @@ def test_the_baseline_differs_from_distill_in_its_loss_alone():
 def test_a_wrong_setting_is_refused_with_a_remedy(override: str, says: str):
     first = [] if "experiment" in override else ["+experiment=distill"]
     assert says in refusal(*first, override)
+
+
+def test_the_loss_has_the_temperature_of_decoding_unless_it_is_given():
+    def loss(*overrides: str) -> float | None:
+        return composed("name=x", *overrides).loss.temperature
+
+    assert loss() == 1.0
+    assert loss("answers.temperatures=[0.0,0.6]") == 0.6
+    assert loss("answers.temperatures=[0.0]") == 1.0
+    assert loss("answers.temperatures=[0.6]", "loss.temperature=1.5") == 1.5
 
 
 def test_a_training_without_an_end_is_refused():

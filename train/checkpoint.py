@@ -106,7 +106,8 @@ class Checkpoints:
         """Writes one checkpoint, points `best` to the best one, removes what is no longer needed.
 
         Args:
-            weights, moments: whole tensors, of `trained_weights` and `full_optimizer_state`.
+            weights: whole tensors, of `trained_weights`.
+            moments: whole tensors, of `full_optimizer_state`, and others to be continued with.
             rng: one state per rank.
             write_drafter: writes the drafter folder.
 
@@ -216,6 +217,20 @@ def restore(
     Raises:
         ValueError: if names or shapes differ from the drafter at hand.
     """
+    restore_weights(checkpoint, module)
+    tensors = load_file(checkpoint.folder / OPTIMIZER)
+    load_optimizer_state(optimizer, tensors, checkpoint.param_groups)
+    prefix = f"rng.{rank}."
+    random_tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+    return RngState(checkpoint.rng[rank], random_tensors)
+
+
+def restore_weights(checkpoint: Checkpoint, module: nn.Module) -> None:
+    """Loads the weights in place.
+
+    Raises:
+        ValueError: if names or shapes differ from the drafter at hand.
+    """
     weights = load_file(checkpoint.folder / WEIGHTS)
     own = trained_weights(module)
     if problem := _difference(weights, own):
@@ -223,11 +238,6 @@ def restore(
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(like(weights[name], tensor))
-    tensors = load_file(checkpoint.folder / OPTIMIZER)
-    load_optimizer_state(optimizer, tensors, checkpoint.param_groups)
-    prefix = f"rng.{rank}."
-    random_tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
-    return RngState(checkpoint.rng[rank], random_tensors)
 
 
 def trained_weights(module: nn.Module) -> dict[str, Tensor]:

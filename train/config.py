@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 from distill.answers import AnswersConfig
 from distill.losses import LossConfig
-from distill.on_policy import OnPolicyConfig
+from distill.on_policy import ON_POLICY_KINDS, OnPolicyConfig
 from distill.prompts import PromptsConfig
 from distill.recipe import DraftSettings, settings_of, trained_kinds
 from distill.signal_forms import SignalsConfig, require_form
@@ -120,6 +120,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.resume is not None and self.run_dir is not None:
             raise ValueError("resume and run_dir contradict each other: give one of them")
+        if self.on_policy.fraction and self.draft.kind not in ON_POLICY_KINDS:
+            raise ValueError(
+                f"on_policy.fraction={self.on_policy.fraction} is for draft.kind "
+                f"{' and '.join(ON_POLICY_KINDS)}, got {self.draft.kind}: set it to 0"
+            )
         if self.loss.temperature is None:
             # Of the temperatures that the target is served at; greedy text says nothing about it.
             sampled = [value for value in self.answers.temperatures if value > 0]

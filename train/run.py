@@ -30,7 +30,14 @@ from train.provenance import command_line, redacted
 from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
 from train.run_log import RunLog, check_tracker
 from train.sharding import shard_on_cpu
-from train.stages import EVALUATION, evaluate_folder, export, load_training, train_drafter
+from train.stages import (
+    EVALUATION,
+    check_folder,
+    evaluate_folder,
+    export,
+    load_training,
+    train_drafter,
+)
 
 TRACEBACK = "traceback.txt"
 # Ranks wait for the main one while it writes answers and evaluates.
@@ -100,8 +107,10 @@ def _run_stages(job: Job) -> RunResult:
     with warnings.catch_warnings():
         warnings.simplefilter("default")
         material = prepare(job)
-        state = train_drafter(job, material, load_training(job, material))
+        training = load_training(job, material)
+        state = train_drafter(job, material, training)
         folder = on_main(job.accelerator, lambda: export(job))
+        on_main(job.accelerator, lambda: check_folder(job, material, training, folder))
         summary = on_main(job.accelerator, lambda: evaluate_folder(job, material, folder, state))
     summary["seconds"] = round(time.monotonic() - started, 1)
     job.log.write_results(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from distill.on_policy import Proposer
 from train.checkpoint import (
     Checkpoints,
     TrainState,
@@ -10,6 +11,7 @@ from train.checkpoint import (
     restore,
     trained_weights,
 )
+from train.on_policy import proposer_tensors, restore_proposer
 from train.parts import Parts, gather_whole
 from train.processes import from_all, on_main
 from train.rng import capture_rng, restore_rng
@@ -17,7 +19,13 @@ from train.sharding import full_optimizer_state
 
 
 def resume(
-    checkpoints: Checkpoints, parts: Parts, *, identity: dict[str, str], say: Callable[[str], None]
+    checkpoints: Checkpoints,
+    parts: Parts,
+    *,
+    identity: dict[str, str],
+    say: Callable[[str], None],
+    proposer: Proposer | None = None,
+    refresh_every: int = 1,
 ) -> TrainState | None:
     """Restores weights, moments and random states from the newest complete checkpoint.
 
@@ -41,6 +49,8 @@ def resume(
     _require_same_run(checkpoint.state, identity, parts.accelerator.num_processes)
     rank = parts.accelerator.process_index
     rng = restore(checkpoint, module=parts.drafter, optimizer=parts.optimizer, rank=rank)
+    if proposer is not None:
+        restore_proposer(proposer, checkpoint, refresh_every=refresh_every)
     if parts.accelerator.is_main_process:
         checkpoints.point_best(checkpoint.state)
     if parts.scaler.is_enabled():
@@ -55,6 +65,8 @@ def save(
     parts: Parts,
     state: TrainState,
     write_drafter: Callable[[Path], object],
+    *,
+    proposer: Proposer | None = None,
 ) -> None:
     """Writes a checkpoint from the main process, with the random states of all.
 
@@ -62,7 +74,7 @@ def save(
     """
     rng = from_all(parts.accelerator, capture_rng())
     weights = trained_weights(gather_whole(parts))
-    moments = full_optimizer_state(parts.optimizer)
+    moments = full_optimizer_state(parts.optimizer) | proposer_tensors(proposer)
     state.scaler = parts.scaler.state_dict()
 
     def write() -> Path:

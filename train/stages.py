@@ -10,6 +10,8 @@ from typing import Any
 
 from distill.batches import BatchStream
 from distill.live_signals import LiveSignals
+from distill.losses import LossConfig, LossName
+from distill.on_policy import Proposer
 from distill.recipe import RefreshableDrafter
 from distill.signal_forms import SignalForm
 from eval.run import evaluate
@@ -18,7 +20,7 @@ from specdec_runtime.formats import DrafterManifest
 from specdec_runtime.loading import load_drafter
 from specdec_runtime.target import Target
 from train.acceptance import interval, measure, measured_round_cost
-from train.checkpoint import TrainState
+from train.checkpoint import TrainState, read_checkpoint, restore_weights
 from train.config import TrainConfig
 from train.drafter_folder import DrafterWriter, add_measurements, manifest_for
 from train.drafter_start import Start, start_drafter
@@ -27,6 +29,7 @@ from train.export.run_folder import export_best
 from train.job import Job
 from train.loop import Intervals, Measurement, measured_step_s, steps_in, train
 from train.material import Material
+from train.on_policy import make_proposer, objective_of, with_rollouts
 from train.parts import MicroBatches, Parts, checkpoint_layers, gather_whole, make_parts
 from train.precision import Precision, resolved
 from train.prefetch import Prefetching
@@ -35,6 +38,7 @@ from train.rng import rng_untouched, seed_everything
 from train.run_dir import write_atomically
 from train.session import resume, save
 from train.sharding import is_sharding
+from train.wiring import check_wiring, wiring_values
 
 PRECISION = "precision.json"
 EVALUATION = "eval"
@@ -51,6 +55,7 @@ class Training:
     drafter: RefreshableDrafter
     selection: list[list[int]]
     identity: dict[str, str]
+    proposer: Proposer | None
 
 
 def load_training(job: Job, material: Material) -> Training:
@@ -61,7 +66,8 @@ def load_training(job: Job, material: Material) -> Training:
     stream = BatchStream(start.examples, max_tokens=config.training.batch_tokens, seed=config.seed)
     recipe = start.recipe
     recipe.module.to(job.accelerator.device)
-    objective = recipe.objective(config.loss)
+    objective = objective_of(config, recipe)
+    proposer = make_proposer(job, recipe)
     precision = on_main(job.accelerator, lambda: chosen_precision(job))
     if config.training.gradient_checkpointing:
         checkpoint_layers(recipe.module)
@@ -73,7 +79,7 @@ def load_training(job: Job, material: Material) -> Training:
         job.accelerator,
         recipe.module,
         objective,
-        _batches(job, stream, material.target),
+        _batches(job, start, material.target, proposer),
         optim=config.optim,
         accumulation_steps=config.training.accumulation_steps,
         precision=precision,
@@ -93,15 +99,25 @@ def load_training(job: Job, material: Material) -> Training:
     }
     selection = material.selection_prompts(config.acceptance.num_prompts)
     job.say(_describe(start, stream, precision))
-    return Training(parts, start, stream, writer, drafter, selection, identity)
+    return Training(parts, start, stream, writer, drafter, selection, identity, proposer)
 
 
-def _batches(job: Job, stream: BatchStream, target: Target) -> MicroBatches:
-    """The batches of a run, ahead of time; with a live target's signal where that is asked for."""
-    accelerator = job.accelerator
-    made = Prefetching(stream, stride=accelerator.num_processes, device=accelerator.device)
-    is_live = job.config.signals.form is SignalForm.live
-    return LiveSignals(made, target) if is_live else made
+def _batches(job: Job, start: Start, target: Target, proposer: Proposer | None) -> MicroBatches:
+    """The batches of a run, ahead of time; with a live target's signal where that is asked for, and
+    some of them from the runtime."""
+    accelerator, config = job.accelerator, job.config
+
+    def stream() -> BatchStream:
+        return BatchStream(
+            start.examples, max_tokens=config.training.batch_tokens, seed=config.seed
+        )
+
+    made: MicroBatches = Prefetching(
+        stream(), stride=accelerator.num_processes, device=accelerator.device
+    )
+    if config.signals.form is SignalForm.live:
+        made = LiveSignals(made, target)
+    return with_rollouts(job, made, stream(), target=target, recipe=start.recipe, proposer=proposer)
 
 
 def chosen_precision(job: Job) -> Precision:
@@ -129,9 +145,16 @@ def train_drafter(job: Job, material: Material, training: Training) -> TrainStat
         )
 
     def save_now(state: TrainState) -> None:
-        save(job.checkpoints, parts, state, training.writer)
+        save(job.checkpoints, parts, state, training.writer, proposer=training.proposer)
 
-    state = resume(job.checkpoints, parts, identity=training.identity, say=job.say)
+    state = resume(
+        job.checkpoints,
+        parts,
+        identity=training.identity,
+        say=job.say,
+        proposer=training.proposer,
+        refresh_every=config.on_policy.refresh_every,
+    )
     job.log.continue_after(state.step if state is not None else -1)
     if state is None:
         state = _first_state(job, material, training, measured)
@@ -166,6 +189,33 @@ def export(job: Job) -> Path:
     if folder.exists():
         shutil.rmtree(folder)  # of an earlier session; the checkpoint that it came from is here
     return export_best(job.run_dir, folder)
+
+
+def check_folder(job: Job, material: Material, training: Training, folder: Path) -> None:
+    """The wiring gate: training's view of what was written against the runtime's.
+
+    Raises:
+        ValueError: if they disagree.
+    """
+    job.stage = "wiring"
+    recipe, config = training.start.recipe, job.config
+    restore_weights(read_checkpoint(job.run_dir / "best"), training.parts.whole)
+    written = recipe.written(training.start.target_dtype)
+    found = check_wiring(
+        material.target,
+        load_drafter(folder, material.target, engine=config.target.engine),
+        recipe.objective(LossConfig(name=LossName.forward_kl, temperature=1.0)),
+        written.float(),
+        training.selection,
+        feature_layers=recipe.feature_layers,
+        num_draft_tokens=config.acceptance.num_draft_tokens,
+        max_new_tokens=config.acceptance.max_new_tokens,
+        device=job.accelerator.device,
+    )
+    assert job.state is not None
+    for one in found:
+        job.say(f"first drafted token, {one}")
+    job.log.write("wiring", job.state.step, wiring_values(found))
 
 
 def evaluate_folder(
