@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -33,9 +33,13 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from specdec_runtime.drafter_files import read
+
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 WEIGHTS_NAME = "model.safetensors"
 NORMS = ("eagle3", "eagle3.1")
+# Flags of other trainers' heads that this network has no part for.
+NOT_COMPUTED = ("norm_before_residual", "norm_before_fc")
 # Our name -> the folder's, as prefixes.
 _FOLDER_NAMES = {"model.layers.0.": "midlayer.", "model.": "", "lm_head.": "lm_head."}
 
@@ -215,25 +219,34 @@ class Eagle3Network(LlamaPreTrainedModel):
 
 
 def load_eagle3(folder: str | Path, *, device: torch.device | str = "cpu") -> Eagle3Network:
-    """The network of a folder, in its stored dtype and eval mode.
+    """The network of a folder of ours or of a serving engine, in its stored dtype and eval mode.
 
     Raises:
-        ValueError: if the folder holds another architecture, or weights are missing or unknown.
+        ValueError: if the folder holds another architecture, a head that was trained with what is
+            not computed here, or weights are missing or unknown.
     """
-    folder = Path(folder)
-    try:
-        config: LlamaConfig = LlamaConfig.from_pretrained(folder)  # type: ignore[call-arg]
-        found = load_file(folder / WEIGHTS_NAME)
-    except OSError as error:
-        raise ValueError(f"{folder} holds no EAGLE-3 drafter: {error}") from None
-    if config.architectures != [ARCHITECTURE]:
+    files = read(folder)
+    if files.kind != "eagle3":
         raise ValueError(
-            f"{folder} holds {config.architectures}, expected an EAGLE-3 drafter ([{ARCHITECTURE!r}])"
+            f"{folder} holds {files.config.get('architectures')}, expected an EAGLE-3 drafter "
+            f"([{ARCHITECTURE!r}])"
         )
+    if files.layer_ids is None:
+        raise ValueError(
+            f"{folder} names no layers of its target: python -m train.export drafter={folder} "
+            "target=... writes a folder that does"
+        )
+    if unknown := [flag for flag in NOT_COMPUTED if files.config[flag]]:
+        raise ValueError(
+            f"{folder} was trained with {', '.join(unknown)}, which is not computed here: serve it "
+            "with the engine it was made for"
+        )
+    config: LlamaConfig = LlamaConfig.from_dict(files.config)
     network = Eagle3Network(config)
+    found = files.tensors
     wanted = {_folder_name(name): name for name in network.state_dict()}
     if differing := sorted(wanted.keys() ^ found.keys()):
-        raise ValueError(f"{folder / WEIGHTS_NAME}: {differing[0]} is missing or unknown")
+        raise ValueError(f"{folder}: {differing[0]} is missing or unknown")
     nn.Module.to(network, dtype=config.dtype)
     network.load_state_dict({wanted[name]: tensor for name, tensor in found.items()})
     return nn.Module.to(network, device=device).eval()

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
-
-from specdec_runtime.target import Target
 
 MANIFEST_NAME = "draftloop.json"
 DRAFT_VOCAB_NAME = "draft_vocab.safetensors"
+WEIGHTS_NAME = "model.safetensors"
 FORMAT_VERSION = 1
 
 
@@ -48,6 +48,8 @@ class DrafterManifest:
         measured: acceptance and speed as measured on this folder; free form.
         recommended: num_draft_tokens and draft_temperature to decode with.
         kind_config: settings of the kind.
+        served: of an exported folder: its format, and what decides its forward pass as exported, for
+            `python -m train.export check=...` to compare with.
     """
 
     kind: str
@@ -59,6 +61,7 @@ class DrafterManifest:
     measured: dict[str, Any] = field(default_factory=dict)
     recommended: dict[str, Any] = field(default_factory=dict)
     kind_config: dict[str, Any] = field(default_factory=dict)
+    served: dict[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
 
@@ -157,7 +160,20 @@ def read_manifest(folder: str | Path) -> DrafterManifest:
     return _made(DrafterManifest, {**content, "target": target}, path)
 
 
-def check_target(manifest: DrafterManifest, target: Target, tokenizer_hash: str) -> None:
+class TargetIdentity(Protocol):
+    """What of a target a drafter's record is compared with."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def real_vocab_size(self) -> int: ...
+
+
+def check_target(manifest: DrafterManifest, target: TargetIdentity, tokenizer_hash: str) -> None:
     """Raise a ValueError if the drafter was trained for another target than the one at hand."""
     trained = manifest.target
     pairs = [
@@ -177,12 +193,17 @@ def check_target(manifest: DrafterManifest, target: Target, tokenizer_hash: str)
 def read_draft_vocab(folder: str | Path) -> Tensor | None:
     """[n] int64 target ids of a reduced output vocabulary; None if the folder has none.
 
-    The file holds d2t, offsets: target id = draft id + d2t[draft id] (the EAGLE-3 convention).
+    The file holds d2t, offsets: target id = draft id + d2t[draft id] (the EAGLE-3 convention). The
+    folders of serving engines have it beside the weights.
     """
-    path = Path(folder) / DRAFT_VOCAB_NAME
-    if not path.is_file():
+    d2t = None
+    for name in (DRAFT_VOCAB_NAME, WEIGHTS_NAME):
+        path = Path(folder) / name
+        if d2t is None and path.is_file():
+            with safe_open(path, "pt") as file:
+                d2t = file.get_tensor("d2t") if "d2t" in file.keys() else None  # noqa: SIM118
+    if d2t is None:
         return None
-    d2t = load_file(path)["d2t"]
     return d2t + d2t.new_tensor(range(len(d2t)))
 
 

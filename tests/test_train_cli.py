@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from specdec_runtime.formats import read_manifest
 from train.cli import help_text, main
 from train.config import TrainConfig
-from train.export import main as export_main
+from train.export.cli import main as export_main
 from train.interrupts import StopRequest
 from train.job import Job
 from train.material import prepare

@@ -1,0 +1,70 @@
+"""Low-rank adapters are merged in float32, whole, and never silently as nothing."""
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tests.export_folders import write_causal_lm, write_target
+from train.export.adapters import merged_module
+from train.export.exporting import export
+
+IDS = torch.arange(3, 60)[None]
+CLOSE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """(target, base, adapter): a tied base, LoRA on attention, a head trained whole."""
+    root = tmp_path_factory.mktemp("adapter")
+    target = write_target(root / "target")
+    base = write_causal_lm(root / "base", target, reduced=False)
+    (base / "draftloop.json").unlink()
+    model = AutoModelForCausalLM.from_pretrained(base)
+    settings = LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"], r=4)
+    adapted = get_peft_model(model, settings)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in adapted.named_parameters():
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.data += 0.02 * noise
+            assert "lora" in name or "lm_head" in name
+    adapted.save_pretrained(root / "adapter")
+    return target, base, root / "adapter"
+
+
+def test_the_merged_export_is_the_unmerged_model(folders, tmp_path):
+    target, base, adapter = folders
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    expected, before = adapted(IDS).logits, plain(IDS).logits
+    done = export(adapter, tmp_path / "out", engine="transformers", target=str(target))
+    found = AutoModelForCausalLM.from_pretrained(done.folder)
+    assert not found.config.tie_word_embeddings
+    assert torch.allclose(found(IDS).logits, expected, atol=2 * CLOSE)
+    assert not torch.allclose(expected, before, atol=0.1)
+
+
+def test_rounding_of_a_merge_is_reported(folders):
+    _, _, adapter = folders
+    exact = merged_module(adapter, IDS, dtype=torch.float32)
+    rounded = merged_module(adapter, IDS, dtype=torch.bfloat16)
+    assert exact.largest_logit_difference < CLOSE * 10
+    assert exact.changed_top_tokens == 0
+    assert rounded.largest_logit_difference > exact.largest_logit_difference
+    assert rounded.module.dtype == torch.bfloat16
+
+
+def test_an_adapter_with_a_renamed_weight_does_not_load(folders, tmp_path):
+    target, _, adapter = folders
+    renamed = tmp_path / "renamed"
+    renamed.mkdir()
+    for path in adapter.iterdir():
+        (renamed / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(renamed / "adapter_model.safetensors")
+    name = next(key for key in tensors if "q_proj" in key)
+    tensors[name.replace("q_proj", "queries")] = tensors.pop(name)
+    save_file(tensors, renamed / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"is (unknown|missing); expected exactly"):
+        export(renamed, tmp_path / "out", engine="transformers", target=str(target))

@@ -1,0 +1,129 @@
+"""The parity gate: passes for what was exported, fails for a drafter that proposes something else."""
+
+import json
+import shutil
+from io import StringIO
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from specdec_runtime.stats import AcceptanceStats
+from tests.export_folders import write_causal_lm, write_eagle3, write_target
+from train.export.causes import likely_causes
+from train.export.exporting import export
+from train.export.observation import NUM_CONTEXTS, Observation
+from train.export.parity import EXACT, compare, observed_elsewhere
+from train.export.parity_process import main
+from train.export.registry import FORMATS
+from train.export.runtime_folder import runtime_folder
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """Name -> what a clean process saw, all in one process: drafters, their exports, wrong ones."""
+    root = tmp_path_factory.mktemp("parity")
+    target = write_target(root / "target")
+    folders = {
+        "causal_lm": write_causal_lm(root / "causal_lm", target),
+        "eagle3": write_eagle3(root / "eagle3", target),
+    }
+    for kind, engine in (
+        ("causal_lm", "transformers"),
+        ("causal_lm", "llamacpp"),
+        ("eagle3", "vllm"),
+    ):
+        name = f"{kind} {engine}"
+        done = export(folders[kind], root / name.replace(" ", "-"), engine=engine)
+        folders[name] = runtime_folder(
+            done.folder, done.source, root / f"back {name}", engine=engine
+        )
+    folders["unfilled head"] = root / "unfilled"
+    shutil.copytree(folders["causal_lm"], folders["unfilled head"])
+    (folders["unfilled head"] / "draft_vocab.safetensors").unlink()
+    for name, change in {
+        "layer ids + 1": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        "norm flag": {"norm_output": True},
+    }.items():
+        folders[name] = root / name
+        shutil.copytree(folders["eagle3"], folders[name])
+        path = folders[name] / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    folders["absolute d2t"] = root / "absolute"
+    shutil.copytree(folders["eagle3"], folders["absolute d2t"])
+    path = folders["absolute d2t"] / "draft_vocab.safetensors"
+    shifted = load_file(path)
+    shifted["d2t"] = (shifted["d2t"] + 3).clamp_max(100)
+    save_file(shifted, path)
+    found = observed_elsewhere(
+        str(target), list(folders.values()), settings={"num_draft_tokens": 3}
+    )
+    return dict(zip(folders, found, strict=True))
+
+
+# The other forms give the same tensors: tests/test_export.py.
+@pytest.mark.parametrize("name", ["causal_lm transformers", "causal_lm llamacpp", "eagle3 vllm"])
+def test_every_exported_folder_proposes_what_its_drafter_does(observed, name):
+    parity = compare(observed[name.split()[0]], observed[name], needed=EXACT)
+    assert parity.problems() == []
+    assert parity.num_contexts >= NUM_CONTEXTS
+    assert parity.lengths[0] == parity.lengths[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("causal_lm", "unfilled head"),
+        ("eagle3", "layer ids + 1"),
+        ("eagle3", "norm flag"),
+        ("eagle3", "absolute d2t"),
+    ],
+)
+def test_another_forward_pass_fails_the_gate(observed, kind, name):
+    parity = compare(observed[kind], observed[name], needed=EXACT)
+    if name == "norm flag":  # it changes what is handed on, so not the first proposal
+        assert observed[kind].proposals != observed[name].proposals
+    assert not parity.passed
+
+
+def test_acceptance_beyond_the_interval_and_other_text_are_problems():
+    row = AcceptanceStats()
+    for accepted in (2, 2, 1):
+        row.add_round(3, accepted)
+    none = AcceptanceStats()
+    for _ in range(3):
+        none.add_round(3, 0)
+    proposals = [[1]] * NUM_CONTEXTS
+    ours = Observation(proposals, [[1]], [row] * 4, same_text=True)
+    theirs = Observation(proposals, [[2]], [none] * 4, same_text=False)
+    found = compare(ours, theirs, needed=EXACT).problems()
+    assert found[0] == "the text decoded with it is not the target's"
+    assert found[1].startswith("acceptance at position 0 is 0.000, the drafter's 1.000")
+
+
+def test_the_process_names_a_folder_that_does_not_load(tmp_path, monkeypatch):
+    request = {
+        "target": str(write_target(tmp_path / "target")),
+        "target_options": {},
+        "template_options": {},
+        "prompts": [[3, 4]],
+        "folders": [str(tmp_path / "gone")],
+        "settings": {"num_draft_tokens": 1, "max_new_tokens": 1},
+    }
+    monkeypatch.setattr("sys.stdin", StringIO(json.dumps(request)))
+    with pytest.raises(SystemExit, match=r"^error: .*gone"):
+        main()
+
+
+def test_likely_causes_name_the_one_that_differs(tmp_path):
+    target = write_target(tmp_path / "target")
+    drafter = write_eagle3(tmp_path / "eagle3", target)
+    done = export(drafter, tmp_path / "out", engine="vllm")
+    path = done.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"norm_output": True}))
+    causes = likely_causes(done.source, done.folder, FORMATS["vllm"])
+    wrong = [cause for cause in causes if not cause.endswith(": as exported")]
+    assert any(
+        cause.startswith("norm flags: config.json means norm_output=True") for cause in wrong
+    )
+    assert "offsets: as exported" in causes
+    assert "template: the one of training" in causes

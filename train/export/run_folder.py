@@ -1,0 +1,37 @@
+"""The drafter of a run: its best checkpoint, which holds it as a complete folder."""
+
+import shutil
+from pathlib import Path
+
+from specdec_runtime.formats import whole_folder
+from train.checkpoint import Checkpoints, read_checkpoint
+from train.drafter_folder import write_card
+
+
+def export_best(run_dir: Path, to: Path) -> Path:
+    """Copies the drafter of the best checkpoint to `to`, which appears complete or not at all.
+
+    Raises:
+        ValueError: if there is no good checkpoint, or `to` holds anything.
+    """
+    source = best_checkpoint(run_dir) / "drafter"
+    with whole_folder(to) as draft:
+        shutil.copytree(source, draft, dirs_exist_ok=True)
+        write_card(draft)
+    return to
+
+
+def best_checkpoint(run_dir: Path) -> Path:
+    """The folder of the best checkpoint; the newest where acceptance was never measured.
+
+    Raises:
+        ValueError: if the run has no complete checkpoint, or its best one is damaged.
+    """
+    link = run_dir / "best"
+    if link.exists():
+        return read_checkpoint(link).folder
+    newest, passed_over = Checkpoints(run_dir, keep_last=1).newest()
+    if newest is None:
+        reason = f" ({passed_over[0]})" if passed_over else ""
+        raise ValueError(f"{run_dir} has no complete checkpoint{reason}: give a run folder")
+    return newest.folder
