@@ -21,6 +21,7 @@ from eval.results import AcceptanceResult, ReplayedLength, ReplayResult
 from specdec_runtime.draft import Drafter
 from specdec_runtime.draft_length import FixedLength, LengthRound
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.model import CausalModel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.sampling_settings import SamplingSettings
@@ -47,8 +48,10 @@ class Proposals(NamedTuple):
 
 
 def is_replayable(drafter: Drafter | None) -> bool:
-    """Whether the drafter's proposals depend on the tokens alone."""
-    return drafter is not None and not drafter.hidden_layers
+    """Whether the drafter's proposals depend on the tokens alone, without the target's states."""
+    if drafter is None or isinstance(drafter, EarlyExitDrafter):
+        return False
+    return not drafter.hidden_layers
 
 
 def proposals(
