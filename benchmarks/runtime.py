@@ -1,76 +1,80 @@
 """Our decoding loop beside transformers' own, on the machine at hand.
 
-    python -m benchmarks.runtime TARGET [--drafter DIR] [--prompts 4] [--repeats 3]
+    python -m benchmarks.runtime TARGET --drafter DIR --compiled --exactness
 
-Five questions, each a table: tokens per second of every way to decode the same prompts with the same
-drafter; what a round spends outside the models; what a longer context costs; what a batch gains;
-and whether every drafter's text is the plain one. All variants take turns, so that a disturbance of
-the machine hits all of them; medians with the range beside them; the first turn warms up.
+Five tables, which --sections selects from: tokens per second of every way to decode the same
+prompts with the same drafter (`speed`); what a round spends outside the models (`overhead`); what a
+longer context costs (`contexts`); what a batch gains (`batches`); and whether every drafter's
+greedy text is the plain one (`exactness`). Medians with the range beside them.
 
-Texts never end early (end-of-text is ignored), so all variants decode equally many tokens.
+Our own engine computes in float32 whatever the weights are stored in, so it stands once beside
+both of transformers' precisions. --minutes bounds the repetitions: no turn begins after it.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 
+from benchmarks.variants import Prompts, Variant, measured, our_variants, their_variants
 from distill.prompts import mt_bench
 from specdec_runtime import SpeculativeDecoder, load_drafter, load_target
 from specdec_runtime.draft import Drafter
-from specdec_runtime.results import Generation
+from specdec_runtime.results import Chunk
 from specdec_runtime.target import Target
 
 K = 4  # drafted tokens a round; transformers' assistant gets the same
 BATCH = 8
 CONTEXTS = (128, 256, 512, 1024, 2048)
-
-
-class Variant(NamedTuple):
-    """One way to decode a prompt; `baseline` names the row its speed is compared with."""
-
-    name: str
-    decode: Callable[[list[int]], object]
-    baseline: str
+CONTEXT_TOKENS = 24  # decoded at each context length
+EXACT_PROMPTS, EXACT_BATCH, EXACT_TOKENS = 20, 4, 48
+DTYPES = ("float32", "bfloat16")
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    target = load_target(arguments.target)
-    prompts = encoded_prompts(target, 20)
+    options = parse_arguments()
+    deadline = time.monotonic() + 60.0 * options.minutes
+    target = load_target(options.target)
     drafters = {"lookup": load_drafter("lookup", target)}
-    if arguments.drafter:
-        drafters["model"] = load_drafter(arguments.drafter, target)
+    if options.drafter:
+        drafters["model"] = load_drafter(options.drafter, target)
+    prompts = encoded_prompts(target, max(EXACT_PROMPTS, BATCH))
     print(
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"{type(target.model).__name__}, {arguments.new_tokens} new tokens, K={K}\n"
+        f"{type(target.model).__name__}, {options.new_tokens} new tokens, K={K}\n"
     )
-    few = prompts[: arguments.prompts]
-    print_speeds(arguments, target, drafters, few)
-    print_overhead(target, drafters, few, arguments.new_tokens)
-    print_contexts(target)
-    print_batches(target, drafters, prompts, arguments.new_tokens)
-    if arguments.exactness:
-        print_exactness(target, drafters, prompts)
+    sections: dict[str, Callable[[], None]] = {
+        "speed": lambda: print_speeds(options, target, drafters, prompts, deadline),
+        "overhead": lambda: print_overhead(target, drafters, prompts[:4], options.new_tokens),
+        "contexts": lambda: print_contexts(target),
+        "batches": lambda: print_batches(target, drafters, prompts[:BATCH], options.new_tokens),
+        "exactness": lambda: print_exactness(target, drafters, prompts, options.drafter),
+    }
+    for name in options.sections or sections:
+        if name != "exactness" or options.exactness or options.sections:
+            sections[name]()
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", help="folder or hub id")
+    parser.add_argument("target", help="folder, hub id or name of an embedded target")
     parser.add_argument("--drafter", help="drafter folder, or a causal LM with its tokenizer")
-    parser.add_argument("--prompts", type=int, default=4, help="prompts of the speed table")
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=3, help="prompts of the speed table")
+    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3, help="turns after the warm-up")
+    parser.add_argument("--minutes", type=float, default=8.0, help="of repeated turns")
     parser.add_argument("--compiled", action="store_true", help="also generate with compilation")
     parser.add_argument("--exactness", action="store_true", help="also compare 20 texts a drafter")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES, help="of theirs")
+    names = ("speed", "overhead", "contexts", "batches", "exactness")
+    parser.add_argument("--sections", nargs="+", choices=names, help="only these tables")
     return parser.parse_args()
 
 
-def encoded_prompts(target: Target, count: int) -> list[list[int]]:
+def encoded_prompts(target: Target, count: int) -> Prompts:
     return [
         target.tokenizer.apply_chat_template(
             list(prompt.messages), add_generation_prompt=True, return_dict=True
@@ -80,115 +84,45 @@ def encoded_prompts(target: Target, count: int) -> list[list[int]]:
 
 
 def print_speeds(
-    arguments: argparse.Namespace,
+    options: argparse.Namespace,
     target: Target,
     drafters: dict[str, Drafter],
-    prompts: list[list[int]],
+    prompts: Prompts,
+    deadline: float,
 ) -> None:
-    variants = [ours("ours, plain", target, None, arguments.new_tokens)]
-    for name, drafter in drafters.items():
-        variants.append(ours(f"ours, {name}", target, drafter, arguments.new_tokens))
-    for dtype in (torch.float32, torch.bfloat16):
-        variants += theirs(arguments, dtype, drafters)
-    seconds = measure(variants, prompts, arguments.repeats)
-    tokens = len(prompts) * arguments.new_tokens
+    # The longest first: what a warm-up sizes to it serves the others.
+    chosen = sorted(prompts[: options.prompts], key=len, reverse=True)
+    longest = len(chosen[0]) + options.new_tokens
+    variants = our_variants(target, drafters, options.new_tokens, K)
+    for dtype in options.dtypes:
+        variants += their_variants(
+            options.target,
+            options.drafter,
+            getattr(torch, dtype),
+            new_tokens=options.new_tokens,
+            num_draft_tokens=K,
+            compiled_length=longest if options.compiled else None,
+        )
+    seconds = measured(variants, chosen, repeats=options.repeats, deadline=deadline)
+    tokens = len(chosen) * options.new_tokens
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    plain = [name for name in medians if name.startswith("generate")]
-    fastest = min(plain, key=medians.__getitem__)
-    print(f"{'variant':34}{'tok/s':>8}{'range':>16}{'time / theirs':>15}")
+    turns = min(map(len, seconds.values()))
+    print(f"Speed: {len(chosen)} prompts, {turns} turns; speedup over the fastest of theirs\n")
+    print("| variant | tok/s | range | speedup |\n|---|---|---|---|")
     for variant in variants:
         values = sorted(seconds[variant.name])
-        baseline = variant.baseline
-        if baseline == "fastest plain":
-            baseline = fastest
-        elif baseline == "fastest assisted":
-            kind = variant.name.removeprefix("ours, ")
-            baseline = min(
-                (name for name in medians if name.startswith(f"assisted {kind}")),
-                key=medians.__getitem__,
-            )
-        ratio = f"{medians[variant.name] / medians[baseline]:.2f}" if baseline else ""
-        spread = f"{tokens / values[-1]:.1f}-{tokens / values[0]:.1f}"
-        print(f"{variant.name:34}{tokens / medians[variant.name]:8.1f}{spread:>16}{ratio:>15}")
-    print(f"(plain against {fastest}, drafts against the faster of theirs of the same kind)\n")
+        spread = f"{tokens / values[-1]:.1f} to {tokens / values[0]:.1f}"
+        speedup = _over_theirs(variant, variants, medians)
+        print(f"| {variant.name} | {tokens / medians[variant.name]:.1f} | {spread} | {speedup} |")
+    print()
 
 
-def ours(name: str, target: Target, drafter: Drafter | None, new_tokens: int) -> Variant:
-    decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=K)
-    baseline = "fastest assisted" if drafter else "fastest plain"
-    return Variant(
-        name,
-        lambda prompt: decoder.generate([prompt], max_new_tokens=new_tokens, eos_token_id=[]),
-        baseline,
-    )
-
-
-def theirs(
-    arguments: argparse.Namespace, dtype: torch.dtype, drafters: dict[str, Drafter]
-) -> list[Variant]:
-    """transformers' generate: plain, compiled, and assisted by the same drafters."""
-    module = loaded(arguments.target, dtype)
-    label = str(dtype).removeprefix("torch.")
-    variants = [Variant(f"generate {label}", generation(module, arguments), "")]
-    if arguments.compiled:
-        config = CompileConfig()
-        config._compile_all_devices = True  # otherwise CPUs are left out
-        options = {"cache_implementation": "static", "compile_config": config}
-        variants.append(
-            Variant(
-                f"generate {label} compiled",
-                generation(loaded(arguments.target, dtype), arguments, **options),
-                "",
-            )
-        )
-    lookup = generation(module, arguments, prompt_lookup_num_tokens=K)
-    variants.append(Variant(f"assisted lookup {label}", lookup, ""))
-    if "model" in drafters:
-        draft = loaded(arguments.drafter, dtype)
-        draft.generation_config.num_assistant_tokens = K
-        draft.generation_config.num_assistant_tokens_schedule = "constant"
-        draft.generation_config.assistant_confidence_threshold = 0.0
-        assisted = generation(module, arguments, assistant_model=draft)
-        variants.append(Variant(f"assisted model {label}", assisted, ""))
-    return variants
-
-
-def loaded(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    module: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    module.generation_config.eos_token_id = None
-    return module
-
-
-def generation(
-    module: PreTrainedModel, arguments: argparse.Namespace, **options: Any
-) -> Callable[[list[int]], object]:
-    def decode(prompt: list[int]) -> object:
-        ids = torch.tensor([prompt])
-        return module.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=arguments.new_tokens,
-            pad_token_id=0,
-            **options,
-        )
-
-    return decode
-
-
-def measure(
-    variants: Sequence[Variant], prompts: list[list[int]], repeats: int
-) -> dict[str, list[float]]:
-    """Seconds over all prompts, per variant and turn."""
-    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
-    for turn in range(repeats + 1):
-        for variant in variants:
-            start = time.perf_counter()
-            for prompt in prompts if turn else prompts[:1]:
-                variant.decode(prompt)
-            if turn:
-                seconds[variant.name].append(time.perf_counter() - start)
-    return seconds
+def _over_theirs(variant: Variant, variants: list[Variant], medians: dict[str, float]) -> str:
+    """How much faster ours is than the fastest of theirs of the same kind."""
+    if not variant.is_ours:
+        return ""
+    theirs = [one.name for one in variants if one.kind == variant.kind and not one.is_ours]
+    return f"{min(medians[name] for name in theirs) / medians[variant.name]:.2f}"
 
 
 class Timed:
@@ -213,107 +147,153 @@ class Timed:
         return run
 
 
+class Spent:
+    """Seconds and rounds of decoding, the prefill left out."""
+
+    def __init__(self, models: list[Timed]) -> None:
+        self.models = models
+        self.rounds = self.tokens = 0
+        self.seconds = self.inside = 0.0
+
+    def follow(self, chunks: Iterator[Chunk]) -> None:
+        next(chunks)  # the prefill
+        start, before = time.perf_counter(), self._in_models()
+        for chunk in chunks:
+            self.rounds += 1
+            self.tokens += len(chunk.token_ids)
+        self.seconds += time.perf_counter() - start
+        self.inside += self._in_models() - before
+
+    def _in_models(self) -> float:
+        return sum(model.seconds for model in self.models)
+
+
 def print_overhead(
-    target: Target, drafters: dict[str, Drafter], prompts: list[list[int]], new_tokens: int
+    target: Target, drafters: dict[str, Drafter], prompts: Prompts, new_tokens: int
 ) -> None:
-    print(f"{'outside the models, K=4':34}{'ms/round':>9}{'share':>8}{'acceptance length':>19}")
+    print(f"Outside the models' passes, K={K}, batch 1\n")
+    print("| drafter | ms a round | share | tokens a round |\n|---|---|---|---|")
     for name, drafter in drafters.items():
-        models = [Timed(target.model)]
+        timed = Timed(target.model)
+        models = [timed]
         original = getattr(drafter, "model", None)
         if original is not None:
             models.append(Timed(original))
             drafter.model = models[-1]  # type: ignore[attr-defined]
-        timed = Target(**{**vars(target), "model": models[0]})
-        decoder = SpeculativeDecoder(timed, drafter, num_draft_tokens=K)
+        decoder = SpeculativeDecoder(_with_model(target, timed), drafter, num_draft_tokens=K)
         decoder.generate(prompts[:1], max_new_tokens=8)
-        rounds, seconds, inside = 0, 0.0, 0.0
+        spent = Spent(models)
         for prompt in prompts:
-            before = sum(model.seconds for model in models)
-            chunks = decoder.stream([prompt], max_new_tokens=new_tokens, eos_token_id=[])
-            next(chunks)  # the prefill
-            start, first = time.perf_counter(), sum(model.seconds for model in models)
-            rounds += sum(1 for _ in chunks)
-            seconds += time.perf_counter() - start
-            inside += sum(model.seconds for model in models) - max(before, first)
+            spent.follow(decoder.stream([prompt], max_new_tokens=new_tokens, eos_token_id=[]))
         if original is not None:
             drafter.model = original  # type: ignore[attr-defined]
-        tokens_a_round = len(prompts) * (new_tokens - 1) / rounds
-        outside = seconds - inside
+        outside = spent.seconds - spent.inside
         print(
-            f"{name:34}{outside / rounds * 1000:9.2f}{outside / seconds:8.1%}{tokens_a_round:19.2f}"
+            f"| {name} | {outside / spent.rounds * 1000:.2f} | {outside / spent.seconds:.1%} "
+            f"| {spent.tokens / spent.rounds:.2f} |"
         )
     print()
 
 
+def _with_model(target: Target, model: Any) -> Target:
+    return Target(**{**vars(target), "model": model})
+
+
 def print_contexts(target: Target) -> None:
-    """A pass over one token: what the cached context adds should be its attention, and linear."""
-    model, repeats = target.model, 15
-    print(f"{'context':>8}{'ms/pass':>10}{'us per 1000 cached tokens':>28}")
-    cache = model.new_cache(1, max(CONTEXTS) + repeats + 1)
-    first = None
-    for context in CONTEXTS:
-        missing = context - int(cache.lengths[0])
-        model.forward(torch.full((1, missing), 5), cache, logits=False)
-        values = []
-        for _ in range(repeats):
-            start = time.perf_counter()
-            model.forward(torch.tensor([[5]]), cache)
-            values.append(time.perf_counter() - start)
-            cache.truncate([context])
-        milliseconds = statistics.median(values) * 1000
-        first = milliseconds if first is None else first
-        added = (
-            ""
-            if context == CONTEXTS[0]
-            else (f"{(milliseconds - first) * 1e6 / (context - CONTEXTS[0]):.0f}")
+    """Plain decoding behind longer and longer prompts.
+
+    Attention has to grow with the context, in proportion to it: its share is the slope of a line
+    through the passes' times, and shown as memory read a second, so that anything else that grew
+    would stand out. What is left has to be flat.
+    """
+    timed = Timed(target.model)
+    decoder = SpeculativeDecoder(_with_model(target, timed))
+    longest = target.model.max_positions - CONTEXT_TOKENS
+    contexts = [context for context in CONTEXTS if context <= longest]
+    points = []
+    for context in contexts:
+        runs = []
+        for _ in range(3):
+            spent = Spent([timed])
+            prompt = [i % (target.real_vocab_size // 2) for i in range(context)]
+            spent.follow(decoder.stream([prompt], max_new_tokens=CONTEXT_TOKENS, eos_token_id=[]))
+            runs.append((spent.seconds / spent.tokens, spent.inside / spent.tokens))
+        points.append(sorted(runs)[1])
+    passes = [inside for _, inside in points]
+    slope, _ = statistics.linear_regression(contexts, passes)
+    config = target.model.config  # type: ignore[attr-defined]
+    heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    bytes_a_token = target.model.num_layers * 2 * heads * width * 4
+    print(f"Context, batch 1, plain: attention reads {bytes_a_token / slope / 1e9:.1f} GB/s\n")
+    print("| context | ms a token | in passes | outside | without attention | over the first |")
+    print("|---|---|---|---|---|---|")
+    first = points[0][0] - slope * contexts[0]
+    for context, (total, inside) in zip(contexts, points, strict=True):
+        rest = total - slope * context
+        print(
+            f"| {context} | {total * 1000:.2f} | {inside * 1000:.2f} "
+            f"| {(total - inside) * 1000:.2f} | {rest * 1000:.2f} | {rest / first:.2f} |"
         )
-        print(f"{context:8}{milliseconds:10.2f}{added:>28}")
     print()
 
 
 def print_batches(
-    target: Target, drafters: dict[str, Drafter], prompts: list[list[int]], new_tokens: int
+    target: Target, drafters: dict[str, Drafter], prompts: Prompts, new_tokens: int
 ) -> None:
-    print(f"{'batch':34}{'tok/s 1':>9}{f'tok/s {BATCH}':>9}{'ratio':>7}")
-    for name, drafter in {"plain": None, **drafters}.items():
-        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=K)
+    print(f"Batch, {new_tokens} new tokens a row, after the prompts are read\n")
+    print(f"| drafter | K | tok/s batch 1 | tok/s batch {BATCH} | ratio |\n|---|---|---|---|---|")
+    variants: list[tuple[str, Drafter | None, int]] = [("plain", None, 0)]
+    variants += [(name, drafter, length) for name, drafter in drafters.items() for length in (1, K)]
+    for name, drafter, length in variants:
+        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=length)
+        arguments: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": []}
+        decoder.generate(prompts[:1], **{**arguments, "max_new_tokens": 4})
         rates = []
         for size in (1, BATCH):
-            batches = [prompts[i : i + size] for i in range(0, BATCH, size)]
-            start = time.perf_counter()
             done = [
-                decoder.generate(batch, max_new_tokens=new_tokens, eos_token_id=[])
-                for batch in batches
+                decoder.generate(prompts[first : first + size], **arguments)
+                for first in range(0, len(prompts), size)
             ]
-            rates.append(num_tokens(done) / (time.perf_counter() - start))
-        print(f"{name:34}{rates[0]:9.1f}{rates[1]:9.1f}{rates[1] / rates[0]:7.2f}")
+            seconds = sum(one.seconds - one.prefill_s for one in done)
+            rates.append(len(prompts) * (new_tokens - 1) / seconds)
+        ratio = rates[1] / rates[0]
+        print(f"| {name} | {length} | {rates[0]:.1f} | {rates[1]:.1f} | {ratio:.2f} |", flush=True)
     print()
 
 
-def num_tokens(generations: Sequence[Generation]) -> int:
-    return sum(len(tokens) for done in generations for tokens in done.token_ids)
-
-
-def print_exactness(target: Target, drafters: dict[str, Drafter], prompts: list[list[int]]) -> None:
-    """Greedy texts of all drafters, in batches of 4, against plain decoding one by one."""
-    plain = [
-        SpeculativeDecoder(target).generate([prompt], max_new_tokens=48).token_ids[0]
-        for prompt in prompts
-    ]
-    more = {
-        "suffix_lookup": load_drafter("suffix_lookup", target),
-        "early_exit": load_drafter("early_exit", target),
-    }
-    print(f"{'identical greedy texts':34}{'of':>4}")
+def print_exactness(
+    target: Target, drafters: dict[str, Drafter], prompts: Prompts, draft_name: str | None
+) -> None:
+    """Greedy texts of all drafters, in batches, against plain decoding one by one."""
+    prompts = prompts[:EXACT_PROMPTS]
+    plain = greedy_texts(target, None, prompts, batch=1)
+    kinds = ["suffix_lookup", "early_exit"]
+    if draft_name:
+        kinds += [f"composite:{draft_name}", f"cross_tokenizer:{draft_name}"]
+    more = {kind.partition(":")[0]: load_drafter(kind, target) for kind in kinds}
+    print(
+        f"Greedy texts, {len(prompts)} prompts, {EXACT_TOKENS} tokens, batches of {EXACT_BATCH}\n\n"
+        "| drafter | identical to plain decoding | tokens a round |\n|---|---|---|"
+    )
     for name, drafter in {**drafters, **more}.items():
-        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=K)
-        texts = [
-            text
-            for first in range(0, len(prompts), 4)
-            for text in decoder.generate(prompts[first : first + 4], max_new_tokens=48).token_ids
-        ]
-        same = sum(a == b for a, b in zip(texts, plain, strict=True))
-        print(f"{name:31}{same:3}{len(prompts):4}")
+        texts = greedy_texts(target, drafter, prompts, batch=EXACT_BATCH)
+        same = sum(ours == theirs for (ours, _), (theirs, _) in zip(texts, plain, strict=True))
+        length = statistics.mean(length for _, length in texts)
+        print(f"| {name} | {same} of {len(prompts)} | {length:.2f} |", flush=True)
+    print()
+
+
+def greedy_texts(
+    target: Target, drafter: Drafter | None, prompts: Prompts, *, batch: int
+) -> list[tuple[list[int], float]]:
+    """New tokens and acceptance length of every prompt."""
+    decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=K)
+    found = []
+    for first in range(0, len(prompts), batch):
+        done = decoder.generate(prompts[first : first + batch], max_new_tokens=EXACT_TOKENS)
+        lengths = [stats.acceptance_length for stats in done.row_stats]
+        found += list(zip(done.token_ids, lengths, strict=True))
+    return found
 
 
 if __name__ == "__main__":
