@@ -39,6 +39,7 @@ from eval.report_tables import (
 from eval.results import Prediction, Results, Verdict
 from eval.serving import serving_table
 from eval.trace import Trace, WeakPrefix
+from eval.verdict import fastest
 
 MAX_WEAK_PREFIXES = 12  # rows of the table; all of them are in failures.jsonl
 MAX_PROMPT_CHARS = 240  # of a prompt above its trace
@@ -147,7 +148,8 @@ def _header(results: Results) -> str:
         kind = {True: "yes", False: "no", None: "unclear"}[verdict.pays]
         headline = escape(verdict.headline.replace(" x", TIMES))
         sentence = escape(verdict.sentence.replace("95 %", "95\u00a0%"))
-        advice = f"<small>Next: {escape(verdict.next_step)}.</small>" if verdict.next_step else ""
+        remarks = [fastest(results), verdict.next_step and f"Next: {verdict.next_step}."]
+        advice = "".join(f"<small>{escape(remark)}</small>" for remark in remarks if remark)
         parts.append(
             f'<div class="verdict"><p class="number {kind}">{headline}</p>'
             f'<h1 class="sentence">{sentence}{advice}</h1></div>'

@@ -15,6 +15,7 @@ from eval.report_tables import (
 )
 from eval.results import Results
 from eval.serving import serving_table
+from eval.verdict import fastest
 
 
 def render_markdown(results: Results) -> str:
@@ -25,6 +26,8 @@ def render_markdown(results: Results) -> str:
         lines += [f"**{verdict.sentence}**", ""]
         if verdict.next_step:
             lines += [f"Next: {verdict.next_step}.", ""]
+        if other := fastest(results):
+            lines += [other, ""]
     for flag in results.flags:
         lines += [f"- {flag.level}: {flag.message}"]
     lines += [""] if results.flags else []

@@ -20,6 +20,7 @@ from eval.results import Flag, Results
 from eval.run import PROMPTS_FILE, evaluate
 from eval.suites import Question, encode, read_questions
 from eval.turns import with_later_turns
+from eval.verdict import fastest
 from specdec_runtime.draft import Drafter
 from specdec_runtime.formats import DrafterManifest, is_drafter_folder, read_manifest
 from specdec_runtime.loading import load_drafter, load_target
@@ -175,6 +176,8 @@ def print_summary(results: Results, folder: Path) -> None:
     verdict = main_verdict(results)
     if verdict is not None:
         console.print(f"\n[bold]{verdict.sentence}[/bold]", highlight=False)
+    if other := fastest(results):
+        console.print(other, highlight=False)
     for flag in results.flags:
         if flag.level != "note":
             console.print(f"{flag.level}: {flag.message}", highlight=False, markup=False)

@@ -6,7 +6,14 @@
 import itertools
 
 from eval.cost_model import DEVIATION_LIMIT
-from eval.results import Certificate, CostResult, Prediction, SpeedResult, Verdict
+from eval.results import (
+    Certificate,
+    CostResult,
+    Prediction,
+    Results,
+    SpeedResult,
+    Verdict,
+)
 
 SMALL_STEP = 0.02  # a change that moves the speedup by less is not worth recommending
 
@@ -134,6 +141,23 @@ def next_step(prediction: Prediction | None) -> str:
             f"leaves room for is {perfect:.2f} x"
         )
     return "nothing that the cost model knows would bring much here"
+
+
+def fastest(results: Results) -> str:
+    """A sentence about the drafter to serve with, where it is not the one the page is about."""
+    if not results.drafters:
+        return ""
+    suite = results.suites[0].name
+    gains = [
+        (speed.speedup.value, speed)
+        for speed in results.speed
+        if speed.suite == suite and speed.speedup is not None and speed.speedup.value is not None
+    ]
+    gain, best = max(gains, key=lambda pair: pair[0], default=(0.0, None))
+    if best is None or gain <= 1.0 or best.drafter == results.drafters[0].name:
+        return ""
+    setting = f"num_draft_tokens={best.num_draft_tokens}"
+    return f"Fastest on {suite}: {best.drafter}, {gain:.2f} x at {setting}."
 
 
 def deviation_message(prediction: Prediction) -> str | None:

@@ -442,3 +442,14 @@ def test_what_is_measured_on_request_has_its_own_tables():
     text = render_markdown(results)
     assert "| distilled | transformers, float32 | 3 | 50.0 | 20.0 | 2.50 | 4 of 4 |" in text
     assert "| distilled | 8 | 100 | 3 | 100.0 | 80.0 | 0.80 |" in text
+
+
+def test_a_faster_drafter_than_the_one_of_the_page_is_named():
+    results = sample_results()
+    assert "Fastest" not in render_markdown(results)
+    results.drafters.reverse()
+    assert "Fastest on held_out: distilled, 1.31 x at num_draft_tokens=3." in (
+        render_markdown(results)
+    )
+    results.speed = [withheld(speed) for speed in results.speed]
+    assert "Fastest" not in render_markdown(results)
