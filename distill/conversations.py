@@ -207,7 +207,7 @@ class _Reader:
         return self._messages(value, column)
 
     def _messages(self, value: Any, column: str) -> tuple[Message, ...]:
-        value = json.loads(value) if _is_json_list(value) else value
+        value = _with_lists(value)
         if not isinstance(value, list) or not value:
             raise self._error(f"{column} must be a list of messages")
         return tuple(self._message(message, i) for i, message in enumerate(value))
@@ -240,7 +240,7 @@ class _Reader:
         if content is None:
             return ""  # an assistant's that only calls a tool
         if isinstance(content, list):
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+            parts: list[Any] = [p.get("text") if isinstance(p, dict) else p for p in content]
             if all(isinstance(part, str) for part in parts):
                 return "\n".join(parts)
         if not isinstance(content, str):
@@ -248,21 +248,20 @@ class _Reader:
         return content
 
     def _parsed(self, column: str) -> Any:
-        value = self._named.get(column)
-        return json.loads(value) if _is_json_list(value) else value
+        return _with_lists(self._named.get(column))
 
     def _error(self, problem: str) -> ValueError:
         return ValueError(f"{self._place}: {problem}")
 
 
-def _is_json_list(value: Any) -> bool:
-    """Whether a text is a list written as JSON, as in a CSV file."""
+def _with_lists(value: Any) -> Any:
+    """A value, or the list that it is the JSON text of, as in a CSV file."""
     if not isinstance(value, str) or not value.lstrip().startswith("["):
-        return False
+        return value
     try:
-        return isinstance(json.loads(value), list)
+        return json.loads(value)
     except json.JSONDecodeError:
-        return False
+        return value
 
 
 _PARSERS: dict[str, Callable[[_Reader], Conversation]] = {

@@ -122,14 +122,15 @@ def _as_message(template: ChatTemplate, prompt: Prompt, answer: Answer) -> Messa
     """An answer as the message that a client would send back; None if it would not be that answer."""
     tokenizer = template.tokenizer
     written = answer.token_ids[answer.prompt_length :].tolist()
-    message = {"role": "assistant", "content": tokenizer.decode(written, skip_special_tokens=True)}
+    said = str(tokenizer.decode(written, skip_special_tokens=True))
+    message = {"role": "assistant", "content": said}
     if not template.exists:
         return message
     try:
         shown = answered_turn(template, replace(prompt, answer=message)).answer_ids
     except ValueError:
         return None
-    same = _letters(tokenizer.decode(shown)) == _letters(tokenizer.decode(written))
+    same = _letters(str(tokenizer.decode(shown))) == _letters(str(tokenizer.decode(written)))
     return message if same else None
 
 

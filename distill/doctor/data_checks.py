@@ -117,7 +117,7 @@ def _check_beginnings(rows: Sequence[Row], template: ChatTemplate) -> Iterator[F
 
 
 def _check_special_text(rows: Sequence[Row], template: ChatTemplate) -> Iterator[Finding]:
-    marks = [template.tokenizer.decode([index]) for index in sorted(template.special)]
+    marks = [str(template.tokenizer.decode([index])) for index in sorted(template.special)]
     holders = [row.id for row in rows if any(mark and mark in row.text for mark in marks)]
     if holders and template.exists:
         yield Finding(

@@ -81,7 +81,7 @@ def rows_of_answers(folder: Path, template: ChatTemplate) -> Examined:
     for answer in AnswerSet.read(folder).answers:
         ids = answer.token_ids.tolist()
         prompt = [index for index in ids[: answer.prompt_length] if index not in special]
-        text = template.tokenizer.decode(prompt)
+        text = str(template.tokenizer.decode(prompt))
         is_given = answer.temperature == GIVEN
         rows.append(Row(answer.id, answer.source, ids, answer.prompt_length, text, is_given))
     return Examined(True, rows)
