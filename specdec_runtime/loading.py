@@ -21,7 +21,12 @@ from specdec_runtime.formats import check_target, is_drafter_folder, read_manife
 from specdec_runtime.model_names import portable_name, resolve_model
 from specdec_runtime.pretrained import load_module, load_tokenizer
 from specdec_runtime.target import Target, end_of_text_ids
-from specdec_runtime.tokenizers import real_vocab_size, tokenizer_hash, unused_token_ids
+from specdec_runtime.tokenizers import (
+    check_round_trip,
+    real_vocab_size,
+    tokenizer_hash,
+    unused_token_ids,
+)
 
 __all__ = ["Target", "load_drafter", "load_module", "load_target"]
 
@@ -55,6 +60,7 @@ def load_target(
         source, dtype=dtype, device=device, revision=revision, model_arguments=model_arguments
     )
     tokenizer = load_tokenizer(source, revision=revision)
+    check_round_trip(tokenizer)
     folder = _local_folder(source, revision)
     model = make_model(module, engine=engine)
     real = real_vocab_size(tokenizer)

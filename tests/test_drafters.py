@@ -100,6 +100,18 @@ def test_greedy_text_is_the_targets_and_sampled_rows_decode_as_alone(plain, kind
     assert together.token_ids[2] == alone.token_ids[0]
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "tree"])
+def test_exactly_as_many_tokens_are_written_as_asked_for(plain, kind):
+    engine, target, texts = plain
+    drafter = make_drafter("causal_lm" if kind == "tree" else kind, target.model, engine)
+    length = StaticTree((2, 2, 1)) if kind == "tree" else 4
+    decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=length)
+    for num_tokens in (1, 2, 3, 5):
+        found = decoder.generate(PROMPTS, max_new_tokens=num_tokens)
+        assert found.token_ids == [text[:num_tokens] for text in texts]
+        assert set(found.finish_reasons) == {"length"}
+
+
 @pytest.mark.parametrize("shape", [StaticTree((3, 2, 1)), BestFirstTree(8, num_passes=3)])
 def test_token_trees_keep_the_text_and_accept_more_than_a_chain(plain, shape):
     engine, target, texts = plain

@@ -1,6 +1,7 @@
 """Loading: targets from folders, drafters by specification, tokenizers compared by content."""
 
 import json
+import shutil
 import warnings
 
 import pytest
@@ -170,6 +171,23 @@ def test_tokenizers_are_compared_by_content():
     special.add_special_tokens({"additional_special_tokens": ["a"]})
     with pytest.raises(ValueError, match=r"'a'.: it is a special token of the draft only"):
         check_same_tokenizer(special, TOKENIZER)
+
+
+def test_a_tokenizer_that_loses_spaces_is_refused_with_the_text(target_folder, tmp_path):
+    # Case C7: after an upgrade a tokenizer may read its own file differently.
+    shutil.copytree(target_folder, tmp_path / "target")
+    path = tmp_path / "target" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "WhitespaceSplit"},
+            content["pre_tokenizer"],
+        ],
+    }
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="'  two spaces ahead' into 'twospacesahead'"):
+        load_target(tmp_path / "target")
 
 
 def test_ids_without_a_string_are_found():
