@@ -208,7 +208,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     with pytest.raises(ValueError, match="has no tokenizer"):
         load_target(save_model(tmp_path / "bare", 0, tokenizer=None))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="has no configuration .* and no weights"):
+    with pytest.raises(ValueError, match=r"has no configuration .* and no weights"):
         load_target(tmp_path / "empty")
     torn = save_model(tmp_path / "torn", 0)
     weights = load_file(torn / "model.safetensors")
