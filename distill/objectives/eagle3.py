@@ -1,0 +1,214 @@
+"""How an EAGLE-3 drafter is made from its target, and what it is trained on.
+
+Made so that it is of use before the first step (`eagle3_start.py`), then trained on the target's
+distribution at every answer token, at each of a few steps of drafting (`eagle3_unroll.py`). Frozen:
+the embeddings, which are the target's, and the head unless asked for.
+
+Shapes: B rows, S tokens, N loss positions, D hidden size, n draft vocabulary.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from distill.batches import Batch, Example
+from distill.chunked_head import head_loss
+from distill.eagle3_start import solve_start
+from distill.eagle3_unroll import unrolled
+from distill.losses import LossConfig, LossName
+from distill.objective import Objective, Terms, terms_of
+from distill.recipe import DraftSettings, TargetParts
+from distill.signals import TargetHead
+from distill.weighing import weigh_texts
+from specdec_runtime.drafters.eagle3 import Eagle3Drafter
+from specdec_runtime.eagle3_network import NORMS, Eagle3Network, eagle3_config
+from specdec_runtime.engines import Engine
+
+
+@dataclass(kw_only=True)
+class Eagle3Settings(DraftSettings):
+    """draft.* of an EAGLE-3 head.
+
+    layer_ids: k of the target's residuals after k layers that the drafter reads; null = the serving
+        engines' default, a low, a middle and a high one.
+    context_heads: how many of the attention heads are left free of the solved linear map.
+    intermediate_size: of its MLP; null = the target's.
+    norms: eagle3, or eagle3.1 with further norms (see specdec_runtime/eagle3_network.py).
+    steps: drafted tokens that a training step unrolls.
+    step_decay: weight of each step's loss relative to the one before.
+    train_head: train the rows of the head too.
+    solve_start: start from the solved linear model instead of random numbers.
+    """
+
+    kind: str = "eagle3"
+    layer_ids: list[int] | None = None
+    context_heads: int = 2
+    intermediate_size: int | None = None
+    norms: str = "eagle3"
+    steps: int = 3
+    step_decay: float = 0.8
+    train_head: bool = False
+    solve_start: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.norms not in NORMS:
+            raise ValueError(f"draft.norms is {self.norms!r}, expected one of {', '.join(NORMS)}")
+        for name, least in (("steps", 1), ("context_heads", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"draft.{name} must be at least {least}, got {getattr(self, name)}"
+                )
+        if not 0 < self.step_decay <= 1:
+            raise ValueError(f"draft.step_decay must be in (0, 1], got {self.step_decay}")
+
+
+SETTINGS = Eagle3Settings
+
+
+def default_layer_ids(num_layers: int) -> list[int]:
+    """2, n // 2, n - 3 as the serving engines have it; for a shallow target what there is of it."""
+    return sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)})
+
+
+def make(settings: Eagle3Settings, parts: TargetParts) -> "Eagle3Recipe":
+    """A drafter for this target; its embeddings and the rows of its head are the target's."""
+    target = parts.module.config
+    head_dim = getattr(target, "head_dim", None) or (
+        target.hidden_size // target.num_attention_heads
+    )
+    num_heads = max(1, target.hidden_size // head_dim)
+    if settings.context_heads >= num_heads:
+        raise ValueError(
+            f"draft.context_heads is {settings.context_heads}, expected fewer than the drafter's "
+            f"{num_heads} heads"
+        )
+    layer_ids = settings.layer_ids or default_layer_ids(target.num_hidden_layers)
+    config = eagle3_config(
+        target,
+        layer_ids=layer_ids,
+        draft_vocab_size=len(parts.vocab),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        intermediate_size=settings.intermediate_size or target.intermediate_size,
+        norms=settings.norms,
+    )
+    network = Eagle3Network(config).float()
+    with torch.no_grad():
+        embeddings = parts.module.get_input_embeddings().weight
+        network.model.embed_tokens.weight.copy_(embeddings)
+        network.lm_head.weight.copy_(parts.head.kept_weight)
+    network.model.embed_tokens.requires_grad_(False)
+    network.lm_head.requires_grad_(settings.train_head)
+    return Eagle3Recipe(settings, parts, network)
+
+
+class Eagle3Recipe:
+    """An EAGLE-3 drafter under training; see `distill.recipe.Recipe`."""
+
+    def __init__(self, settings: Eagle3Settings, parts: TargetParts, module: Eagle3Network) -> None:
+        self.module = module
+        self.feature_layers = tuple(module.config.eagle_aux_hidden_state_layer_ids)
+        self._settings = settings
+        self._parts = parts
+
+    def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        if not self._settings.solve_start:
+            return {}
+        config = self.module.config
+        carrying = config.num_attention_heads - self._settings.context_heads
+        solve_start(self.module, examples, carrying)
+        return {
+            name: tensor.detach()
+            for name, tensor in self.module.state_dict().items()
+            if not name.startswith(("model.embed_tokens.", "lm_head."))
+        }
+
+    def put_start(self, computed: dict[str, Tensor]) -> None:
+        if computed:
+            self.module.load_state_dict(computed, strict=False)
+
+    def objective(self, loss: LossConfig) -> Objective:
+        if loss.selection.reference is not None or loss.name is LossName.expected_length:
+            raise ValueError(
+                "draft.kind=eagle3 trains all positions of every step: loss.selection and "
+                "loss.name=expected_length are for causal_lm drafters"
+            )
+        device = next(self.module.parameters()).device
+        return objective(self._settings, self._parts.head.to(device), loss)
+
+    def drafter(self, *, engine: Engine) -> Eagle3Drafter:
+        vocab = self._parts.vocab
+        rows = None if vocab.is_full else vocab.token_ids
+        return Eagle3Drafter(self.module, draft_vocab=rows, engine=engine)
+
+    def snapshot(self) -> "Eagle3Recipe":
+        return Eagle3Recipe(self._settings, self._parts, copy.deepcopy(self.module))
+
+    def written(self, dtype: torch.dtype) -> Eagle3Network:
+        written = copy.deepcopy(self.module)
+        nn.Module.to(written, dtype=dtype)
+        written.config.dtype = dtype  # the configuration says what the tensors are
+        return written
+
+    def writing_report(self, written: Eagle3Network) -> dict[str, float]:
+        return {}
+
+    def kind_config(self) -> dict[str, Any]:
+        return {}
+
+    def compile(self) -> None:
+        self.module.model.layer.mlp.compile(dynamic=True)
+
+
+def objective(settings: Eagle3Settings, target_head: TargetHead, config: LossConfig) -> Objective:
+    """The weighted losses of all steps; the counts are those of the first, and each step's overlap."""
+    weights = [settings.step_decay**step for step in range(settings.steps)]
+    shares = [weight / sum(weights) for weight in weights]
+
+    def terms(module: nn.Module, batch: Batch) -> Terms:
+        assert isinstance(module, Eagle3Network)
+        found: list[Terms] = []
+        for states in step_states(module, batch, settings.steps):
+            head = module.lm_head.weight
+            weigh = weigh_texts(config, batch.positions, given=batch.weights)
+            sums = head_loss(
+                states, head, target_head, batch.rows, batch.labels, config, weigh=weigh
+            )
+            found.append(terms_of(sums, batch.num_tokens))
+        counts = dict(found[0].counts)
+        for step, part in enumerate(found[1:], start=2):
+            counts[f"overlap_step_{step}"] = part.counts["overlap"]
+        loss = torch.stack(
+            [share * part.loss_sum for share, part in zip(shares, found, strict=True)]
+        )
+        return Terms(loss.sum(), batch.num_tokens, counts)
+
+    return terms
+
+
+def step_states(network: Eagle3Network, batch: Batch, steps: int) -> list[Tensor]:
+    """[N, D] for each step: what the head reads where the loss positions' tokens are drafted.
+
+    The token behind position q is scored by entry q - 1, whose draft of s tokens began at q - s.
+
+    Raises:
+        ValueError: if the features are missing, or a prompt is too short for so many steps.
+    """
+    if batch.features is None:
+        raise ValueError("these answers have no recorded features: see distill/features.py")
+    width = batch.token_ids.shape[1]
+    rows, places = batch.positions // width, batch.positions % width
+    if int(places.min()) < steps:
+        raise ValueError(
+            f"a prompt of {int(places.min()) + 1} tokens is too short for draft.steps={steps}: "
+            "expected prompts that are longer than the steps"
+        )
+    return [
+        states[rows, places - 1]
+        for states in unrolled(network.model, batch.token_ids, batch.features, steps)
+    ]
