@@ -50,6 +50,8 @@ class BufferCache(Cache):
         self._values: dict[int, Tensor] = {}
         self._order = list(range(batch_size))  # physical place -> row
         self._placement: Placement | None = None
+        # Rows and slots of the pass under way, by device: copied once, not once a layer.
+        self._indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     @property
     def placement(self) -> Placement:
@@ -91,6 +93,7 @@ class BufferCache(Cache):
         if last > self._num_slots:
             # Growing by half keeps the copies below the work of filling what is copied.
             self._num_slots = _round_up(max(last, self._num_slots * 3 // 2))
+        self._indices = {}
         uniform = bool((starts == starts[0]).all()) and not self.static
         self._placement = Placement(
             num_rows=len(chosen),
@@ -100,6 +103,13 @@ class BufferCache(Cache):
             end=self._num_slots if self.static else last,
         )
         return self._placement
+
+    def indices(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(rows [b, 1], slots [b, Q]) of the new tokens, on `device`."""
+        if device not in self._indices:
+            place = self.placement
+            self._indices[device] = place.row_index.to(device), place.slots.to(device)
+        return self._indices[device]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -144,8 +154,8 @@ class BufferCache(Cache):
         if place.start is not None:
             buffer[: place.num_rows, :, place.start : place.start + new.shape[2]] = new
         else:
-            slots = place.slots.to(new.device)
-            buffer[place.row_index.to(new.device), :, slots] = new.transpose(1, 2)  # [b, Q, H, D]
+            rows, slots = self.indices(new.device)
+            buffer[rows, :, slots] = new.transpose(1, 2)  # [b, Q, H, D]
         return buffer[: place.num_rows, :, : place.end]
 
     def _grown(self, buffer: Tensor | None, like: Tensor) -> Tensor:
@@ -155,7 +165,8 @@ class BufferCache(Cache):
         if buffer is not None:
             grown[:, :, : buffer.shape[2]] = buffer
         if self.static:
-            torch._dynamo.mark_static_address(grown)  # lets CUDA graphs write to it in place
+            # CUDA graphs write to it in place; another cache is recorded anew, not compiled anew.
+            torch._dynamo.mark_static_address(grown, guard=False)
         return grown
 
     def _arrange(self, rows: list[int]) -> None:

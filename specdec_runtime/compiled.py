@@ -45,18 +45,26 @@ class CompiledDecoder:
         masks: Tensor | dict[str, Tensor],
         positions: Tensor,
         cache: BufferCache,
-    ) -> Tensor:
-        """Hidden states [b, Q, D]; the cache's pass has to be begun, its buffers be allocated."""
+        hidden_layers: tuple[int, ...] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Hidden states [b, Q, D] for the head, and the residuals in front of `hidden_layers`.
+
+        The cache's pass has to be begun, its buffers be allocated. Each set of layers is compiled
+        by itself.
+        """
         place = cache.placement
-        hidden = self._compiled(
+        hidden, residuals = self._compiled(
             token_ids,
             masks,
             positions,
             place.slots.to(token_ids.device),
             place.row_index.to(token_ids.device),
             *cache.buffers(),
+            hidden_layers,
         )
-        return hidden.clone()  # a CUDA graph writes its next result into the same memory
+        # A CUDA graph writes its next results into the same memory.
+        kept = {k: residual.clone() for k, residual in zip(hidden_layers, residuals, strict=True)}
+        return hidden.clone(), kept
 
     def _run(
         self,
@@ -67,15 +75,18 @@ class CompiledDecoder:
         row_index: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
-    ) -> Tensor:
+        hidden_layers: tuple[int, ...],
+    ) -> tuple[Tensor, list[Tensor]]:
         cache = _View(keys, values, slots, row_index)
-        return self._decoder(
+        output = self._decoder(
             input_ids=token_ids,
             attention_mask=masks,
             position_ids=positions,
             use_cache=True,
+            output_hidden_states=bool(hidden_layers),
             **{self._cache_argument: cache},
-        ).last_hidden_state
+        )
+        return output.last_hidden_state, [output.hidden_states[k] for k in hidden_layers]
 
 
 class _View(Cache):

@@ -67,6 +67,8 @@ def native_obstacle(module: PreTrainedModel) -> str | None:
     """Why the native engine cannot run `module`; None if it can."""
     if module.device.type != "cpu":
         return f"the model is on {module.device}, the C++ decoder runs on CPUs"
+    if any(parameter.is_meta for parameter in module.parameters()):
+        return "some of its weights wait on disk or elsewhere (device_map)"
     if getattr(module, "is_quantized", False) or not _is_plain_float(module):
         return "its weights are quantised or in a dtype other than float32 and bfloat16"
     if reason := native.NativeModel.supports(module.config):

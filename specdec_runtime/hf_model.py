@@ -1,33 +1,32 @@
 """A transformers decoder behind the `CausalModel` protocol.
 
 Runs the model's own code, quantised, spread over devices or not, on our `BufferCache`: explicit
-positions, explicit 4D masks, no padding on the left. What cannot be rolled back row by row
-(recurrent states, encoder-decoder and multimodal models) is refused by name.
+positions, explicit 4D masks, no padding on the left. Hybrids of attention and recurrent layers
+decode too (recurrent_pass.py). What cannot be rolled back row by row (purely recurrent,
+encoder-decoder and multimodal models) is refused by name.
 
 Shapes: b rows of one pass, Q new tokens, S slots, D hidden size, V vocabulary size.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
 
 from specdec_runtime.cache import BufferCache
-from specdec_runtime.compiled import WIDTHS, CompiledDecoder, compiled_width
+from specdec_runtime.compiled import CompiledDecoder, compiled_width
 from specdec_runtime.layer_access import captured_residuals, decoder_layers, only_layers
+from specdec_runtime.layer_kinds import BOTH, RECURRENT, checked_layer_kinds, is_recurrent
 from specdec_runtime.masks import additive, attention_mask
 from specdec_runtime.model import ModelOutput
+from specdec_runtime.recurrent_cache import RecurrentCache
+from specdec_runtime.recurrent_pass import forward_recurrent
 
-# Attention kinds whose cache is keys and values by position, which is what can be rolled back.
-_ROLLABLE = ("full_attention", "sliding_attention", "chunked_attention")
-# Implementations that take a 4D mask as it is.
-_MASKABLE = ("sdpa", "eager")
+Masks = Tensor | None | dict[str, Tensor | None]  # one, or by kind of layer; None: no padding
 _NO_LIMIT = 1 << 30  # positions of a model whose configuration names no limit
 
 
@@ -49,7 +48,11 @@ class HFModel:
     ) -> None:
         self.module: Any = module
         self.config = module.config.get_text_config(decoder=True)
-        self._layer_kinds = _checked_layer_kinds(module, self.config)
+        self._layer_kinds = checked_layer_kinds(module, self.config)
+        self.is_recurrent = is_recurrent(self._layer_kinds)
+        # Layers that read what others keep cannot run without them.
+        shares_keys = bool(getattr(self.config, "num_kv_shared_layers", 0))
+        self.is_divisible = not self.is_recurrent and not shares_keys
         self._decoder: nn.Module = module.base_model
         self._head: Any = module.get_output_embeddings()
         self._arguments = _forward_arguments(self._decoder)
@@ -57,23 +60,33 @@ class HFModel:
         self.layers = decoder_layers(self._decoder, self.num_layers)
         self.hidden_size = self.config.hidden_size
         self.max_positions = getattr(self.config, "max_position_embeddings", None) or _NO_LIMIT
+        self._compiled = self._compile() if compiled else None
         self._check_head()
+        if self.is_recurrent:
+            self._check_recurrence()
         if head_rows is not None:
             self._head = _sliced_head(self._head, head_rows)
         self.vocab_size = _num_rows(self._head)
-        self._compiled: CompiledDecoder | None = None
-        if compiled:
-            self._compiled = CompiledDecoder(self._decoder, self._arguments.cache)
+
+    @property
+    def weights_device(self) -> torch.device:
+        """Where the first of the weights are."""
+        return self.module.get_input_embeddings().weight.device
 
     @property
     def device(self) -> torch.device:
-        return self.module.get_input_embeddings().weight.device
+        """The weights' own, but the CPU for Apple's GPUs: they have no float64, in which
+        probabilities are summed."""
+        own = self.weights_device
+        return torch.device("cpu") if own.type == "mps" else own
 
     @property
     def dtype(self) -> torch.dtype:
         return self.module.dtype
 
     def new_cache(self, batch_size: int, capacity: int) -> BufferCache:
+        if self.is_recurrent:
+            return RecurrentCache(batch_size, capacity)
         return BufferCache(batch_size, capacity, static=self._compiled is not None)
 
     @torch.no_grad()
@@ -94,25 +107,77 @@ class HFModel:
         early_head: bool = False,
     ) -> ModelOutput:
         """See `CausalModel.forward`."""
+        if isinstance(cache, RecurrentCache):
+            if visible is not None or layers is not None:
+                raise ValueError(
+                    "recurrent layers read a text from its start to its end: for this target draft "
+                    "chains, with another model or a lookup"
+                )
+            return forward_recurrent(
+                self._forward,
+                token_ids,
+                cache,
+                num_new=num_new,
+                rows=rows,
+                last_only=last_only,
+                logits=logits,
+                hidden_layers=hidden_layers,
+            )
+        return self._forward(
+            token_ids,
+            cache,
+            num_new=num_new,
+            rows=rows,
+            last_only=last_only,
+            logits=logits,
+            hidden_layers=hidden_layers,
+            positions=positions,
+            visible=visible,
+            layers=layers,
+            hidden_in=hidden_in,
+            early_head=early_head,
+        )
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        cache: BufferCache,
+        *,
+        num_new: Tensor | None = None,
+        rows: Sequence[int] | None = None,
+        last_only: bool = False,
+        logits: bool = True,
+        hidden_layers: Sequence[int] = (),
+        positions: Tensor | None = None,
+        visible: Tensor | None = None,
+        layers: tuple[int, int] | None = None,
+        hidden_in: Tensor | None = None,
+        early_head: bool = False,
+    ) -> ModelOutput:
+        """One pass of the decoder and its head."""
         num_rows, width = token_ids.shape
         counts = torch.full((num_rows,), width) if num_new is None else num_new.cpu()
         chosen = slice(None) if rows is None else list(rows)
-        starts = cache.lengths[chosen].to(self.device)
+        starts = cache.lengths[chosen].to(self.weights_device)
         residuals: dict[int, Tensor] = {}
-        inner = [k for k in hidden_layers if k >= 0]
-        run: Callable[..., Tensor] = self._eager
-        padded = width
-        if self._compiled is not None and not inner and layers is None and cache.is_allocated:
-            padded = compiled_width(width) or width
-            run = self._compiled if padded in WIDTHS else self._eager
-        place = cache.begin_pass(rows, counts, padded)
-        inputs = self._inputs(token_ids, starts, padded, place.end, positions, visible)
+        inner = tuple(k for k in hidden_layers if k >= 0)
+        padded = None
+        if self._compiled is not None and layers is None and cache.is_allocated:
+            # The residual after the last layer is not among the outputs of compiled passes.
+            padded = compiled_width(width) if self.num_layers not in inner else None
+        place = cache.begin_pass(rows, counts, padded or width)
+        inputs = self._inputs(token_ids, starts, padded or width, place.end, positions, visible)
         with (
-            captured_residuals(self.layers, inner, residuals) if inner else nullcontext(),
             only_layers(self.layers, layers, hidden_in) if layers else nullcontext(),
             _evaluating(self.module),
         ):
-            hidden = run(*inputs, cache)[:, :width]  # [b, Q, D]
+            if self._compiled is not None and padded is not None:
+                hidden, residuals = self._compiled(*inputs, cache, inner)
+                residuals = {k: residual[:, :width] for k, residual in residuals.items()}
+            else:
+                with captured_residuals(self.layers, inner, residuals):
+                    hidden = self._eager(*inputs, cache)
+        hidden = hidden[:, :width]  # [b, Q, D]
         cache.lengths[chosen] += counts
         if -1 in hidden_layers:
             residuals[-1] = hidden
@@ -128,7 +193,7 @@ class HFModel:
     def _eager(
         self,
         token_ids: Tensor,
-        masks: Tensor | dict[str, Tensor],
+        masks: Masks,
         positions: Tensor,
         cache: BufferCache,
     ) -> Tensor:
@@ -147,6 +212,8 @@ class HFModel:
         # A quantised head takes what the decoder gives it.
         if isinstance(weight, Tensor) and weight.dtype.is_floating_point:
             hidden = hidden.to(weight.dtype)
+        if weight.device.type == "mps":
+            hidden = hidden.to(weight.device)  # callers have it on the CPU, see `device`
         return self._scaled(self._head(hidden)).float().to(self.device)
 
     def _scaled(self, logits: Tensor) -> Tensor:
@@ -167,17 +234,17 @@ class HFModel:
         num_slots: int,
         positions: Tensor | None,
         visible: Tensor | None,
-    ) -> tuple[Tensor, Tensor | dict[str, Tensor], Tensor]:
+    ) -> tuple[Tensor, Masks, Tensor]:
         """Token ids, masks and positions of a pass, padded to `width` tokens a row."""
         extra = width - token_ids.shape[1]
-        padded_ids = nn.functional.pad(token_ids.to(self.device), (0, extra))
+        padded_ids = nn.functional.pad(token_ids.to(self.weights_device), (0, extra))
         if positions is not None:
-            positions = nn.functional.pad(positions.to(self.device), (0, extra))
+            positions = nn.functional.pad(positions.to(self.weights_device), (0, extra))
         if visible is not None:
-            visible = nn.functional.pad(visible.to(self.device), (0, extra, 0, extra))
+            visible = nn.functional.pad(visible.to(self.weights_device), (0, extra, 0, extra))
         masks = self._masks(starts, width, num_slots, positions, visible)
         if positions is None:
-            positions = starts[:, None] + torch.arange(width, device=self.device)
+            positions = starts[:, None] + torch.arange(width, device=self.weights_device)
         # Padding may lie past the last position, where a table of positions has no entry.
         return padded_ids, masks, positions.clamp_max(self.max_positions - 1)
 
@@ -188,10 +255,10 @@ class HFModel:
         num_slots: int,
         positions: Tensor | None,
         visible: Tensor | None,
-    ) -> Tensor | dict[str, Tensor]:
+    ) -> Masks:
         """One mask, or one per kind of layer for models that mix kinds."""
-        masks = {}
-        for kind in set(self._layer_kinds):
+        masks: dict[str, Tensor | None] = {}
+        for kind in {BOTH.get(kind, kind) for kind in self._layer_kinds} - {*RECURRENT}:
             mask = attention_mask(
                 starts,
                 width,
@@ -203,12 +270,22 @@ class HFModel:
             )
             eager = self.config._attn_implementation == "eager"
             masks[kind] = additive(mask, self.dtype) if eager else mask
-        return masks if len(masks) > 1 else masks[self._layer_kinds[0]]
+        if self.is_recurrent:
+            masks |= dict.fromkeys(RECURRENT)  # nothing of a pass is padding
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _compile(self) -> CompiledDecoder:
+        if self.is_recurrent:
+            raise ValueError(
+                f"{type(self.module).__name__} has recurrent layers, which are not compiled: use "
+                "engine=eager"
+            )
+        return CompiledDecoder(self._decoder, self._arguments.cache)
 
     @torch.no_grad()
     def _check_head(self) -> None:
         """One token through the whole model and through decoder + head: both have to agree."""
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.weights_device)
         with _evaluating(self.module):
             whole = self.module(input_ids=token, use_cache=False).logits.float().to(self.device)
             parts = self.logits_of(
@@ -219,6 +296,25 @@ class HFModel:
             raise ValueError(
                 f"{type(self.module).__name__} changes its head's output in a way that this "
                 "runtime does not know: decode it with transformers' own generate"
+            )
+
+    @torch.no_grad()
+    def _check_recurrence(self) -> None:
+        """A text at once and in two parts, the second fed twice: all have to agree."""
+        text = torch.tensor([[0, 1, 2, 3]])
+        whole = self.forward(text, self.new_cache(1, 4)).logits
+        cache = self.new_cache(1, 4)
+        self.forward(text[:, :1], cache)
+        for _ in range(2):
+            parts = self.forward(text[:, 1:], cache).logits
+            cache.truncate([1])
+        assert whole is not None
+        assert parts is not None
+        tolerance = 1e-2 * float(whole.abs().max())
+        if not torch.allclose(whole[:, 1:], parts, rtol=0.0, atol=tolerance):
+            raise ValueError(
+                f"{type(self.module).__name__} keeps a state that this runtime cannot roll back: "
+                "decode it with transformers' own generate"
             )
 
 
@@ -237,39 +333,6 @@ def _forward_arguments(decoder: nn.Module) -> _ForwardArguments:
             "need: expected a decoder with rotary or learned positions"
         )
     return _ForwardArguments(names)
-
-
-def _checked_layer_kinds(module: Any, config: Any) -> list[str]:
-    """The attention kind of every layer, after refusing what cannot be rolled back."""
-    name = type(module).__name__
-    if module.config.is_encoder_decoder:
-        raise ValueError(f"{name} is an encoder-decoder model: expected a decoder-only causal LM")
-    if config is not module.config or module.get_output_embeddings() is None:
-        raise ValueError(
-            f"{name} is multimodal or has no language-model head: load its text model alone"
-        )
-    implementation = config._attn_implementation
-    if implementation not in _MASKABLE:
-        raise ValueError(
-            f"attn_implementation={implementation!r} takes no mask per row: load {name} with "
-            f"attn_implementation in {_MASKABLE}"
-        )
-    layers = DynamicCache(config=config).layers
-    kinds = getattr(config, "layer_types", None) or [
-        "sliding_attention" if getattr(layer, "is_sliding", False) else "full_attention"
-        for layer in layers
-    ]
-    for index, (kind, layer) in enumerate(zip_longest(kinds, layers)):
-        if kind not in _ROLLABLE or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise ValueError(
-                f"layer {index} of {name} is of kind {kind!r} (cached as {type(layer).__name__}), "
-                f"whose state cannot be rolled back: expected only {', '.join(_ROLLABLE)}"
-            )
-    if getattr(module, "_is_stateful", False):
-        raise ValueError(
-            f"{name} keeps a recurrent state, which cannot be rolled back: expected attention only"
-        )
-    return list(kinds)
 
 
 def _sliced_head(head: Any, rows: Tensor) -> nn.Linear:

@@ -51,15 +51,23 @@ def only_layers(
     with ExitStack() as stack:
         for index, layer in enumerate(layers):
             if not first <= index < last:
-                # An instance attribute hides the class's forward until it is deleted again.
+                # An instance attribute hides the class's forward; accelerate has put one there too
+                # where a model is spread over devices.
+                stack.callback(_put_back, layer, layer.__dict__.get("forward"))
                 layer.forward = _pass_through
-                stack.callback(delattr, layer, "forward")
         if hidden_in is not None:
             handle = layers[first].register_forward_pre_hook(
                 _replace_input(hidden_in), with_kwargs=True
             )
             stack.callback(handle.remove)
         yield
+
+
+def _put_back(layer: nn.Module, forward: Callable | None) -> None:
+    if forward is None:
+        del layer.forward
+    else:
+        layer.forward = forward
 
 
 def _pass_through(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec_runtime.auto_length import measured_policy
 from specdec_runtime.draft import Draft, Drafter, DraftSession, TreeSession
 from specdec_runtime.draft_length import DraftLength, FixedLength, LengthRound, as_draft_length
+from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import TreeShape
 
@@ -90,6 +91,11 @@ def as_draft_plan(
             )
         return ChainSetting(FixedLength(0)) if drafter is None else AutoSetting(target, drafter)
     if isinstance(value, TreeShape):
+        if isinstance(target.model, HFModel) and target.model.is_recurrent:
+            raise ValueError(
+                f"{type(target.model.module).__name__} has recurrent layers, which read a text and "
+                "not a tree: draft chains, with num_draft_tokens as a number"
+            )
         return TreeSetting(value)
     return ChainSetting(as_draft_length(value))
 

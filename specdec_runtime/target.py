@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec_runtime.hf_model import HFModel
@@ -34,6 +35,12 @@ class Target:
     eos_token_ids: tuple[int, ...] = ()
     real_vocab_size: int = 0
     unused_token_ids: tuple[int, ...] = field(default=())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first of its weights are."""
+        model = self.model
+        return model.weights_device if isinstance(model, HFModel) else model.device
 
     def __post_init__(self) -> None:
         self.real_vocab_size = self.real_vocab_size or self.model.vocab_size

@@ -218,14 +218,14 @@ def test_masks_follow_windows_and_chunks():
                     num_experts_per_tok=2,
                     moe_intermediate_size=16,
                     shared_expert_intermediate_size=16,
-                    layer_types=["full_attention", "linear_attention"],
+                    layer_types=["linear_attention", "linear_attention"],
                     linear_num_value_heads=4,
                     linear_num_key_heads=2,
                     linear_key_head_dim=8,
                     linear_value_head_dim=8,
                 )
             ),
-            "layer 1 .* 'linear_attention'",
+            "Qwen3NextForCausalLM has recurrent layers only",
         ),
     ],
 )

@@ -10,8 +10,8 @@ from specdec_runtime.sampling import Sampler, SamplingSettings
 from specdec_runtime.tree_drafting import draft_trees, path, tree_inputs
 from specdec_runtime.tree_growth import ROOT, BestFirstTree, StaticTree
 from specdec_runtime.trees import pack_trees
-from tests.conftest import tiny_llama
-from tests.test_decode import assert_fresh, make, plain_greedy
+from tests.conftest import plain_greedy, tiny_llama
+from tests.test_greedy_decode import assert_fresh, make
 from tests.toy_models import random_table
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], [3, 60, 3, 60, 3]]

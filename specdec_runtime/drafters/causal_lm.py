@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from specdec_runtime.chain import draft_chain
 from specdec_runtime.draft import Draft, no_draft
 from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.formats import read_draft_vocab
 from specdec_runtime.model import Cache, CausalModel
@@ -97,7 +98,8 @@ def load(
     Settings: `temperature`.
 
     Raises:
-        ValueError: if there is no such model, or its tokenizer reads an id differently.
+        ValueError: if there is no such model, its tokenizer reads an id differently, or it has no
+            embedding for an id that the target may write.
     """
     if folder is None:
         raise ValueError("a causal_lm drafter needs a model: give its folder or hub id")
@@ -105,13 +107,25 @@ def load(
         raise ValueError("the target has no tokenizer to compare the drafter's with: load_target")
     folder = resolve_model(folder)
     check_same_tokenizer(load_tokenizer(folder), target.tokenizer)
-    module = load_module(folder, device=target.model.device)
+    module = load_module(folder, device=target.device)
+    _check_embeddings(module, folder, target)
     return CausalLMDrafter.from_module(
         module,
         draft_vocab=read_draft_vocab(folder),
         temperature=settings.get("temperature"),
         engine=engine,
     )
+
+
+def _check_embeddings(module: PreTrainedModel, folder: str, target: Target) -> None:
+    embeddings: Any = module.get_input_embeddings()
+    num_rows = embeddings.weight.shape[0]
+    if num_rows < target.real_vocab_size:
+        string = target.tokenizer.convert_ids_to_tokens(num_rows)
+        raise ValueError(
+            f"{folder} embeds {num_rows} ids, the target writes {target.real_vocab_size}, id "
+            f"{num_rows} ({string!r}) among them: resize the drafter's embeddings and train them"
+        )
 
 
 class CausalLMSession:
@@ -122,7 +136,7 @@ class CausalLMSession:
         self._model = drafter.model
         self._sampler = sampler
         self._temperature = drafter.temperature
-        self._vocab = _DraftVocabulary(drafter.draft_vocab, drafter.model, sampler.vocab_size)
+        self._vocab = DraftVocabulary(drafter.draft_vocab, drafter.model, sampler.vocab_size)
         self._max_positions = drafter.model.max_positions
 
     def propose(
@@ -256,25 +270,3 @@ class CausalLMSession:
         width = max(map(len, unseen))
         padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in unseen]
         return torch.tensor(padded), torch.tensor([len(tokens) for tokens in unseen])
-
-
-class _DraftVocabulary:
-    """Maps the drafting model's logit columns to the target's real vocabulary."""
-
-    def __init__(self, draft_vocab: Tensor | None, model: CausalModel, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._ids = None if draft_vocab is None else draft_vocab.to(model.device)
-        self._num_columns = model.vocab_size
-        # No column stands for an id beyond the vocabulary.
-        self.is_proposable = draft_vocab is not None or model.vocab_size <= vocab_size
-
-    def to_target(self, logits: Tensor) -> Tensor:
-        """[N, n] -> [N, V]; tokens that the drafter does not know get no mass."""
-        if self._ids is None:
-            if self._num_columns >= self._vocab_size:
-                return logits[:, : self._vocab_size]
-            return torch.nn.functional.pad(
-                logits, (0, self._vocab_size - self._num_columns), value=float("-inf")
-            )
-        full = logits.new_full((len(logits), self._vocab_size), float("-inf"))
-        return full.index_copy_(1, self._ids, logits)

@@ -90,7 +90,7 @@ def load(
     if target.tokenizer is None:
         raise ValueError("a cross_tokenizer drafter needs the target's tokenizer: use load_target")
     folder = resolve_model(folder)
-    module = load_module(folder, device=target.model.device)
+    module = load_module(folder, device=target.device)
     return CrossTokenizerDrafter(
         make_model(module, engine=engine), load_tokenizer(folder), target.tokenizer, **settings
     )
