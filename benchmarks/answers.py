@@ -1,14 +1,16 @@
 """Answers at scale: killed and continued, they are those of an undisturbed run; and batches pay.
 
-    python -m benchmarks.answers TARGET [--answers 2000] [--max-new-tokens 24] [--skip-kills]
+    python -m benchmarks.answers TARGET [--answers 2000] [--max-new-tokens 24]
 
-First the throughput of writing in batches, one by one, and both with lookup, in turns. Then `python -m distill.answers`
-twice: once undisturbed, and once killed (SIGKILL) three times on the way and started again. Every
-token and every hidden state has to be the same, and every prompt answered exactly once.
+First the throughput of writing in batches, one by one, and both with lookup, in turns (--parts
+throughput). Then `python -m distill.answers` twice, side by side with one thread each: once
+undisturbed, and once killed (SIGKILL) three times on the way and started again (--parts kills).
+Every token and every hidden state has to be the same, and every prompt answered exactly once.
 """
 
 import argparse
 import json
+import os
 import signal
 import statistics
 import subprocess
@@ -29,25 +31,21 @@ from distill.prompt_sources import squad_questions
 from distill.templates import ChatTemplate
 from distill.writer import Request
 from specdec_runtime.loading import load_target
-from specdec_runtime.target import Target
 
-KILLED_AT = (0.2, 0.45, 0.7)  # of the files of the undisturbed run
+KILLED_AT = (2, 5, 8)  # files that the job has by then
 SHARD_TOKENS = 2048
+POOL = 12_000  # questions, of which the shortest are asked: the prompts are most of the work
 SPARE = 1.3  # questions for each prompt: some are held out
 ROUNDS, ALONE = 3, 4  # of the throughput; texts written one by one in each
 
 
 def main() -> None:
     options = parse_arguments()
-    count = round(options.answers * SPARE)
-    questions = [text for text, _ in squad_questions(count, 0)]
-    target = load_target(options.target)
-    print(
-        f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"{type(target.model).__name__}, up to {options.max_new_tokens} new tokens\n"
-    )
-    print_throughput(target, questions, options.max_new_tokens)
-    if not options.skip_kills:
+    shortest = sorted((text for text, _ in squad_questions(POOL, 0)), key=len)
+    questions = shortest[: round(options.answers * SPARE)]
+    if "throughput" in options.parts:
+        print_throughput(options.target, questions, options.max_new_tokens)
+    if "kills" in options.parts:
         with tempfile.TemporaryDirectory() as folder:
             print_kills(options, questions, Path(folder))
 
@@ -57,12 +55,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("target", help="folder, hub id or name of an embedded target")
     parser.add_argument("--answers", type=int, default=2000)
     parser.add_argument("--max-new-tokens", type=int, default=24)
-    parser.add_argument("--skip-kills", action="store_true", help="throughput only")
+    parts = ("throughput", "kills")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     return parser.parse_args()
 
 
-def print_throughput(target: Target, questions: Sequence[str], max_new_tokens: int) -> None:
+def print_throughput(name: str, questions: Sequence[str], max_new_tokens: int) -> None:
     """Tokens per second, prompts and recorded states included; ratios within rounds."""
+    target = load_target(name)
+    print(
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"{type(target.model).__name__}, up to {max_new_tokens} new tokens\n",
+        flush=True,
+    )
     batch_size, template = AnswersConfig().batch_size, ChatTemplate(target.tokenizer)
     messages = ([{"role": "user", "content": text}] for text in cycle(questions))
     prompts = (template.render(message) for message in messages)
@@ -71,7 +76,7 @@ def print_throughput(target: Target, questions: Sequence[str], max_new_tokens: i
         (size, drafter): [] for size in (batch_size, 1) for drafter in (None, "lookup")
     }
     for _ in range(ROUNDS):
-        batch, alone = list(islice(requests, 2 * batch_size)), list(islice(requests, ALONE))
+        batch, alone = list(islice(requests, batch_size)), list(islice(requests, ALONE))
         for (size, drafter), values in found.items():
             config = AnswersConfig(
                 batch_size=size, max_new_tokens=max_new_tokens, drafter=drafter, num_draft_tokens=2
@@ -105,23 +110,33 @@ def print_kills(options: argparse.Namespace, questions: Sequence[str], folder: P
         f"answers.shard_tokens={SHARD_TOKENS}",
     ]
     start = time.monotonic()
-    subprocess.run([*command, f"output={folder / 'whole'}"], check=True, stderr=subprocess.DEVNULL)
+    undisturbed = started(command, folder / "whole")
+    for number in KILLED_AT:
+        found = kill_at(command, folder / "killed", number)
+        print(f"{time.monotonic() - start:.0f} s: killed with {found} files written", flush=True)
+    for child in (started(command, folder / "killed"), undisturbed):
+        if child.wait():
+            sys.exit(f"a job ended with exit code {child.returncode}")
     whole = AnswerSet.read(folder / "whole")
-    files = len(shard_paths(folder / "whole"))
     print(
-        f"undisturbed: {len(whole.answers)} answers, {whole.num_tokens} tokens in {files} files, "
-        f"{time.monotonic() - start:.0f} s"
+        f"{time.monotonic() - start:.0f} s: {len(whole.answers)} answers, {whole.num_tokens} "
+        f"tokens, {len(shard_paths(folder / 'whole'))} files undisturbed, "
+        f"{len(shard_paths(folder / 'killed'))} killed"
     )
-    for share in KILLED_AT:
-        number = kill_at(command, folder / "killed", round(share * files))
-        print(f"killed with {number} files written")
-    subprocess.run([*command, f"output={folder / 'killed'}"], check=True, stderr=subprocess.DEVNULL)
     compare(whole, folder / "killed")
+
+
+def started(command: list[str], output: Path) -> subprocess.Popen:
+    """The job in a process of one thread."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    output.mkdir(exist_ok=True)
+    log = (output / ".log").open("a")
+    return subprocess.Popen([*command, f"output={output}"], stderr=log, env=environment)
 
 
 def kill_at(command: list[str], output: Path, num_files: int) -> int:
     """Starts the job, kills it once it has so many files; how many there are then."""
-    child = subprocess.Popen([*command, f"output={output}"], stderr=subprocess.DEVNULL)
+    child = started(command, output)
     while child.poll() is None and len(shard_paths(output)) < num_files:
         time.sleep(0.05)
     if child.poll() is not None:

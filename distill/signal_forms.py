@@ -10,7 +10,7 @@
 
 The sparse form gives the forward KL an unbiased estimate from the draws, and the losses on the
 overlap the lower end of a bracket from the top-k, whose width is logged. Losses that look at the
-whole target distribution where the *draft* is, the reverse KL and the JSD, and any loss at another
+whole target distribution where the *draft* is (reverse KL, JSD, TVD++), and any loss at another
 temperature than 1, have neither and are refused.
 """
 
@@ -70,6 +70,7 @@ _NEEDS: dict[LossName, frozenset[_Need]] = {
     LossName.neg_log_overlap: frozenset({_Need.top_k}),
     LossName.lk_hybrid: frozenset({_Need.draws, _Need.top_k}),
     LossName.ce_tv: frozenset({_Need.top_k}),
+    LossName.expected_length: frozenset({_Need.top_k}),
     LossName.hard_labels: frozenset(),
 }
 
@@ -84,8 +85,9 @@ def require_form(signals: SignalsConfig, loss: LossConfig) -> None:
         return
     if loss.softmax_temperature != 1.0:
         raise ValueError(
-            f"loss.temperature={loss.softmax_temperature} with signals.form=sparse: the kept probabilities "
-            "are those of temperature 1 and can not be renormalised; use signals.form=hidden or live"
+            f"loss.temperature={loss.softmax_temperature} with signals.form=sparse: the kept "
+            "probabilities are those of temperature 1 and can not be renormalised; use "
+            "signals.form=hidden or live, or loss.temperature=1"
         )
     needs = _NEEDS.get(loss.name, frozenset({_Need.everything}))
     if loss.name is LossName.jsd and loss.beta == 0:

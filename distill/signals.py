@@ -31,6 +31,8 @@ from specdec_runtime.model import CausalModel
 # Stored states are rounded to 16 bits; recomputed log-sum-exps of a right head stay far below this.
 _LSE_TOLERANCE = 0.1
 _LIVE_CHUNK = 256  # positions whose full logits are held at once
+# What some families do behind the head, and the value that does nothing (hf_model.py applies them).
+_LOGIT_CHANGES = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 _NO_SIGNAL = (
     "these answers have no target signal: compute it with `python -m distill.cache`, or train with "
     "signals.form=live"
@@ -186,13 +188,21 @@ class TargetHead:
         """The head of a transformers causal LM.
 
         Raises:
-            ValueError: if its head has a bias, which this form does not carry.
+            ValueError: if its head has a bias, or something changes the logits behind it, which
+                this form does not carry.
         """
         head = module.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise ValueError(
                 f"the head of {type(module).__name__} has a bias: expected a head without one"
             )
+        config = module.config.get_text_config(decoder=True)
+        for name, neutral in _LOGIT_CHANGES.items():
+            if (value := getattr(config, name, None)) not in (None, neutral):
+                raise ValueError(
+                    f"{type(module).__name__} changes its logits ({name}={value}): drafters for "
+                    "such targets can not be trained yet; decode with lookup or early_exit"
+                )
         return cls(head.weight, vocab, real_vocab_size=real_vocab_size)
 
     @property

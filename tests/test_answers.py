@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,6 +249,19 @@ def test_prompts_that_are_too_long_are_left_out_and_none_left_is_an_error(
     config = dataclasses.replace(SETTINGS, max_prompt_tokens=5)
     with pytest.raises(ValueError, match="none of the 16 prompts fits into 5 tokens"):
         write_answers(target, prompts, config, tmp_path / "none")
+
+
+def test_the_size_is_said_before_anything_is_written(
+    target, prompts, tmp_path, caplog, monkeypatch
+):
+    caplog.set_level("INFO")
+    write_answers(target, prompts[:3], SETTINGS, tmp_path / "some")
+    assert "up to 3 answers, at most 27 tokens and 0.0 MB" in caplog.text
+    size = sum(path.stat().st_size for path in shard_paths(tmp_path / "some"))
+    assert size < 27 * (32 * 2 + 12) + 4 * 3 * 60 + 2000  # states, ids, names
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=100))
+    write_answers(target, prompts[:3], SETTINGS, tmp_path / "full")
+    assert "3 answers may take up to 0.0 GB, 0.0 GB are free" in caplog.text
 
 
 def test_a_folder_of_something_else_or_in_use_is_refused(target, prompts, tmp_path):

@@ -12,16 +12,21 @@ import pytest
 
 from distill.answers import AnswersConfig, AnswerSet
 from distill.answers.authors import ServerAuthor
+from distill.answers.cli import run_command as answers_command
 from distill.answers.client import ApiClient
 from distill.answers.config import ServerConfig
 from distill.answers.manifest import fingerprint
 from distill.answers.served import ServedTarget, answer_ids
 from distill.answers.shards import read_shard, shard_paths
 from distill.answers.write import collect_answers
-from distill.prompts import Prompt
+from distill.cache import SignalCache
+from distill.cache.cli import run_command as cache_command
+from distill.prompt import Prompt
 from distill.signals import NoSignal
+from distill.sparse_signals import SparseRows
 from distill.templates import ChatTemplate
 from distill.writer import Request
+from specdec_runtime.loading import load_target
 from tests.stub_server import EOS, MODEL, Handler, serving, written
 from tests.test_templates import CHATML, tokenizer
 from tests.tiny_tokenizers import byte_level_tokenizer
@@ -277,3 +282,24 @@ def test_a_server_setting_out_of_range_is_named_by_its_path(setting, message):
         ServerConfig(**setting)
     with pytest.raises(ValueError, match=r"server.url=localhost:8000 is no URL"):
         ApiClient(ServerConfig(url="localhost:8000"))
+
+
+def test_the_commands_have_a_server_answer_and_add_the_signals(tmp_path, monkeypatch, capsys):
+    """Without the target's weights first, then with them; nothing of either is lost on the way."""
+    monkeypatch.setenv("DRAFTLOOP_CACHE", str(tmp_path / "cache"))
+    reader = ServedTarget.load("tiny-random")
+    target = ["target=tiny_random", f"answers={tmp_path / 'answers'}"]
+    with serving(reader.tokenizer) as server:
+        settings = [f"answers.server.url={server.url}", f"output={tmp_path / 'answers'}"]
+        prompts = ["prompts=word_problems", "prompts.num_train=4", "prompts.num_held_out=1"]
+        prompts += ["prompts.suites=[]", "answers.max_prompt_tokens=1500"]
+        assert answers_command([target[0], *settings, *prompts]) == 0, capsys.readouterr().err
+        assert len(server.requests) == 4
+    assert cache_command([*target, f"output={tmp_path / 'signals'}"]) == 0, capsys.readouterr().err
+    answers = AnswerSet.read(tmp_path / "answers").answers
+    for answer in SignalCache.open(tmp_path / "signals").attach(answers):
+        assert isinstance(answer.rows, SparseRows)
+        assert len(answer.rows) == answer.num_tokens
+    loaded = ServedTarget.of(load_target("tiny-random"))
+    for name in ("eos_token_ids", "vocab_size", "real_vocab_size", "max_positions", "name"):
+        assert getattr(loaded, name) == getattr(reader, name)

@@ -32,8 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @contextmanager
-def started(run_dir: Path, *overrides: str) -> Iterator[tuple[Job, Material, Training]]:
-    """A run that is about to take its first step."""
+def prepared(run_dir: Path, *overrides: str) -> Iterator[tuple[Job, Material]]:
+    """A run that has everything that its drafter learns from."""
     with initialize_config_module("conf", version_base="1.3"):
         config = OmegaConf.to_object(compose("train", overrides=[*SMALL, *overrides]))
     assert isinstance(config, TrainConfig)
@@ -42,8 +42,7 @@ def started(run_dir: Path, *overrides: str) -> Iterator[tuple[Job, Material, Tra
         log = RunLog(run_dir, config.tracking, is_main=True, name=config.name, config={})
         accelerator = Accelerator(cpu=True)
         job = Job(config=config, log=log, accelerator=accelerator, run_dir=run_dir, stop=stop)
-        material = prepare(job)
-        yield job, material, load_training(job, material)
+        yield job, prepare(job)
 
 
 def first_terms(training: Training) -> Terms:
@@ -63,8 +62,8 @@ def test_a_run_learns_the_same_from_every_form(folder: Path):
         settings = [f"signals.form={form}", "answers.keep_states=false"]
         if form == "live":  # the folder that the other runs wrote into, by its path
             settings.append(f"answers_folder={next((folder / 'cache' / 'answers').iterdir())}")
-        with started(folder / form, *settings) as (_, material, training):
-            found[form] = first_terms(training)
+        with prepared(folder / form, *settings) as (job, material):
+            found[form] = first_terms(load_training(job, material))
             answers[form] = [answer.id for answer in material.answers.answers]
         assert all(isinstance(answer.rows, NoSignal) for answer in material.answers.answers)
     assert sorted(answers["hidden"]) == sorted(answers["sparse"]) == sorted(answers["live"])
@@ -76,7 +75,7 @@ def test_a_run_learns_the_same_from_every_form(folder: Path):
 def test_a_change_of_training_reuses_the_signals(folder: Path):
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("signals-*.safetensors")}
     settings = ["signals.form=sparse", "answers.keep_states=false", "optim.learning_rate=1e-5"]
-    with started(folder / "again", *settings, "loss=total_variation"):
+    with prepared(folder / "again", *settings, "loss=total_variation"):
         pass
     assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("signals-*.safetensors")}
     assert before
@@ -87,7 +86,7 @@ def test_answers_of_another_template_are_refused(folder: Path):
     settings = [f"answers_folder={written}", "+target.template_options.thinking=true"]
     with (
         pytest.raises(ValueError, match=r"was written with template \w+, the target is served"),
-        started(folder / "other", *settings),
+        prepared(folder / "other", *settings),
     ):
         pass
 

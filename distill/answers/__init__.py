@@ -3,6 +3,8 @@
 - config.py   how answers are written
 - manifest.py what an answer folder was written with, and whether that is what is wanted now
 - shards.py   the files of a folder, each complete or invisible
+- authors.py  who writes: the runtime (writer.py, speculative_writer.py) or a server
+- served.py   a server's texts, with exact token ids; client.py talks to it
 - write.py    the job: resumable, exactly once per prompt, bounded by tokens and time
 - dataset.py  a finished folder as training examples
 

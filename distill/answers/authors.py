@@ -41,6 +41,10 @@ class Author(Protocol):
     def max_positions(self) -> int:
         """Most tokens of a prompt with its answer."""
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What a folder keeps of each new token."""
+
     def writer(self, num_requests: int) -> TextWriter:
         """For so many requests."""
 
@@ -60,6 +64,11 @@ class RuntimeAuthor:
     @property
     def max_positions(self) -> int:
         return self.target.model.max_positions
+
+    @property
+    def bytes_per_token(self) -> int:
+        states = self.target.model.hidden_size * self.config.hidden_dtype.torch.itemsize
+        return 4 + (states + 8 if self.config.keep_states else 0)  # log-sum-exp and argmax: 8
 
     def writer(self, num_requests: int) -> TextWriter:
         config = self.config
@@ -111,6 +120,10 @@ class ServerAuthor:
         served = self._report.get("max_model_len")
         own = self.target.max_positions
         return min(own, served) if isinstance(served, int) else own
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 4
 
     def writer(self, num_requests: int) -> ServerWriter:
         return ServerWriter(self._client, self._report, self.target, self.config)

@@ -9,8 +9,9 @@ from distill.answers.config import AnswersConfig
 from distill.answers.dataset import AnswerSet
 from distill.answers.served import ServedTarget
 from distill.answers.turns import collect_turns
+from distill.embedded_prompts import SelfPrompting
 from distill.progress import bar
-from distill.prompts import PromptsConfig, SelfPrompting, load_prompts, read_own
+from distill.prompts import PromptsConfig, load_prompts, read_own
 from distill.self_prompts import self_prompts
 from distill.target_choice import TargetChoice
 from distill.templates import ChatTemplate

@@ -28,6 +28,7 @@ from distill.answers.shards import (
     token_numbers,
     write_shard,
 )
+from distill.answers.size import announce_size
 from distill.durable import save_text
 from distill.progress import Progress
 from distill.prompt import Prompt
@@ -99,6 +100,8 @@ def collect_answers(
             done: dict[str, int] = {}
             for path in shard_paths(folder):
                 done |= token_numbers(path)
+            lengths = {job.id: len(job.request.prompt_ids) for job in jobs}
+            announce_size(author, lengths, done, config, folder)
             budget = Budget(config, order, done, progress)
             _write_missing(author, jobs, config, folder, budget)
             save_text(record, json.dumps(budget.answered()) + "\n")

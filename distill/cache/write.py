@@ -34,6 +34,9 @@ from specdec_runtime.target import Target
 _BATCH_TOKENS = 4096  # padded tokens of one pass of the target
 _SHARD_BYTES = 64 << 20  # what a killed job loses at most, about
 _FREE_SHARE = 0.95  # of the free disk that may be filled
+# Of kept mass: with less the bracket of the overlap is wide, and its lower end is what is trained on.
+_ENOUGH = 0.95
+_TOO_LITTLE = ": raise signals.top_k, or choose signals.form=hidden"
 
 
 def write_signals(
@@ -114,7 +117,7 @@ class _Job:
         if self.config.form is SignalForm.sparse:
             self.say(
                 f"the {self.config.top_k} most probable tokens hold {kept / self.total:.2%} of the "
-                "target's probability"
+                f"target's probability{_TOO_LITTLE if kept < _ENOUGH * self.total else ''}"
             )
 
     def _shards(self) -> Iterator[list[Example]]:
