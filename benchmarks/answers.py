@@ -33,7 +33,7 @@ from distill.writer import Request
 from specdec_runtime.loading import load_target
 
 KILLED_AT = (2, 5, 8)  # files that the job has by then
-SHARD_TOKENS = 2048
+SHARD_TOKENS = 1024
 POOL = 12_000  # questions, of which the shortest are asked: the prompts are most of the work
 SPARE = 1.3  # questions for each prompt: some are held out
 ROUNDS, ALONE = 3, 4  # of the throughput; texts written one by one in each
