@@ -22,7 +22,9 @@ class EvaluationConfig:
     batch_size: rows decoded together where time is not measured.
     speed_prompts, speed_repeats: prompts a suite and interleaved repeats of the timing.
     also_time: draft lengths timed besides the recommended one, to check the cost model.
+    time_auto: also time the runtime's own choice of the draft length (num_draft_tokens="auto").
     reference_prompts: prompts decoded by transformers' generate too; 0 = no comparison with it.
+    policies: also compare draft-length policies of the first drafter, by replay.
     rival_prompts: prompts decoded by transformers' assisted generation with the same drafters.
     batch_sizes: at which the first drafter is timed against plain decoding.
     context_lengths: at which its costs are measured again.
@@ -40,7 +42,9 @@ class EvaluationConfig:
     speed_prompts: int = 6
     speed_repeats: int = 3
     also_time: list[int] = field(default_factory=list)
+    time_auto: bool = False
     reference_prompts: int = 2
+    policies: bool = False
     rival_prompts: int = 0
     batch_sizes: list[int] = field(default_factory=list)
     context_lengths: list[int] = field(default_factory=list)

@@ -9,6 +9,7 @@ from eval.costs import measure_costs
 from eval.exactness import self_draft_acceptance
 from eval.inspection import AnswerScores, score_answer
 from eval.parts import Parts
+from eval.policies import compare_policies, policies, record
 from eval.progress import Stage
 from eval.reference import Reference, find_baseline, noise_tolerance, reference_checks
 from eval.replay import Answer, is_replayable, proposals, replay
@@ -18,6 +19,7 @@ from eval.results import (
     CostResult,
     DrafterFacts,
     IdentityCheck,
+    PolicyResult,
     ReplayedLength,
     ReplayResult,
     RivalResult,
@@ -155,6 +157,30 @@ def baselines(setting: Setting) -> list[BaselineCandidate]:
             max_new_tokens=setting.config.max_new_tokens,
         ),
     )
+
+
+def compared_policies(
+    setting: Setting, name: str, suite: str, answers: list[Answer], measured: CostResult, best: int
+) -> list[PolicyResult]:
+    """Draft-length policies of a drafter that can be replayed, on one suite."""
+    drafter, longest = setting.drafters[name], setting.config.max_draft_tokens
+
+    def compute() -> list[PolicyResult]:
+        with setting.stage(f"policies of {name}, {suite}", len(answers)) as advance:
+            drafts = []
+            for answer in answers:
+                drafts.append(record(setting.target, drafter, answer, max_draft_tokens=longest))
+                advance(1)
+        return compare_policies(
+            answers,
+            drafts,
+            policies(measured.costs, best),
+            measured.costs,
+            drafter=name,
+            suite=suite,
+        )
+
+    return setting.parts.get(f"policies {name} {suite}", list[PolicyResult], compute)
 
 
 def rival(setting: Setting, facts: DrafterFacts, num_draft_tokens: int) -> list[RivalResult]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from eval.acceptance import length_interval, position_intervals
 from eval.intervals import NUM_RESAMPLES, Interval, ratio_interval
 from eval.results import AcceptanceResult, ReplayedLength, ReplayResult
-from specdec_runtime.draft import Drafter
+from specdec_runtime.draft import Drafter, DraftSession
 from specdec_runtime.draft_length import FixedLength, LengthRound
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
@@ -183,16 +183,7 @@ def _teacher_forced(
 def _asked(target: Target, drafter: Drafter, answer: Answer, max_draft_tokens: int) -> Proposals:
     """Ask a session at every position, as if each were the start of a round."""
     found = Proposals([], [])
-    sampler = Sampler(
-        SamplingSettings(),
-        batch_size=1,
-        prompt_lengths=[len(answer.prompt_ids)],
-        eos_token_ids=target.eos_token_ids,
-        real_vocab_size=target.real_vocab_size,
-        device=target.model.device,
-    )
-    capacity = len(answer.prompt_ids) + len(answer.token_ids) + max_draft_tokens + 1
-    session = drafter.begin(1, capacity, sampler)
+    session = position_session(target, drafter, answer, max_draft_tokens)
     lengths = FixedLength(max_draft_tokens).begin(1)
     for position in range(1, len(answer.token_ids)):
         committed = [[*answer.prompt_ids, *answer.token_ids[:position]]]
@@ -202,11 +193,28 @@ def _asked(target: Target, drafter: Drafter, answer: Answer, max_draft_tokens: i
         drafted = draft.token_ids[0, :count].tolist()
         rest = answer.token_ids[position : position + count]
         found.num_proposed.append(count)
-        found.num_matching.append(_common_prefix(drafted, rest))
+        found.num_matching.append(common_prefix(drafted, rest))
     return found
 
 
-def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+def position_session(
+    target: Target, drafter: Drafter, answer: Answer, max_draft_tokens: int
+) -> DraftSession:
+    """A greedy session that can be asked at every position of an answer."""
+    sampler = Sampler(
+        SamplingSettings(),
+        batch_size=1,
+        prompt_lengths=[len(answer.prompt_ids)],
+        eos_token_ids=target.eos_token_ids,
+        real_vocab_size=target.real_vocab_size,
+        device=target.model.device,
+    )
+    capacity = len(answer.prompt_ids) + len(answer.token_ids) + max_draft_tokens + 1
+    return drafter.begin(1, capacity, sampler)
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two lists share from their start."""
     for i, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return i

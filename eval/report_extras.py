@@ -1,7 +1,28 @@
-"""Tables of what is measured on request only: other programs, batch sizes, context lengths."""
+"""Tables of what is measured on request only: policies, other programs, batches, contexts."""
 
 from eval.report_tables import Cell, Table
 from eval.results import Results
+
+
+def policy_table(results: Results) -> Table:
+    """Ways to choose the draft length, on the same texts."""
+    return Table(
+        "Draft-length policies",
+        ["drafter", "prompts", "policy", "acceptance length", "drafted a round", "speedup"],
+        [
+            [
+                Cell(one.drafter),
+                Cell(one.suite),
+                Cell(one.policy, wide=True),
+                Cell(f"{one.acceptance_length:.2f}"),
+                Cell(f"{one.mean_drafted:.2f}"),
+                Cell(f"{one.speedup:.2f}"),
+            ]
+            for one in results.policies
+        ],
+        note="Replayed along the target's greedy texts; speedups predicted from measured costs.",
+        text_columns=frozenset({0, 1, 2}),
+    )
 
 
 def rival_table(results: Results) -> Table:

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from eval.breakdown import BY_CATEGORY, BY_CLASS, BY_ENTROPY, BY_POSITION
-from eval.report_extras import rival_table, sweep_table
+from eval.report_extras import policy_table, rival_table, sweep_table
 from eval.report_plots import (
     TIMES,
     breakdown_plot,
@@ -86,7 +86,11 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
             "least, as prefixes that the next run can train on.",
             _breakdown(results) + _weak_table(weak),
         ),
-        _section("In other settings", "", _tables(rival_table(results), sweep_table(results))),
+        _section(
+            "In other settings",
+            "",
+            _tables(policy_table(results), rival_table(results), sweep_table(results)),
+        ),
         _section(
             "Serve it with",
             "Draft lengths under each server's own names.",

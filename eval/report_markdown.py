@@ -1,6 +1,6 @@
 """report.md: the verdict and the tables, for terminals, pull requests and drafter cards."""
 
-from eval.report_extras import rival_table, sweep_table
+from eval.report_extras import policy_table, rival_table, sweep_table
 from eval.report_html import main_verdict
 from eval.report_tables import (
     Table,
@@ -41,7 +41,7 @@ def render_markdown(results: Results) -> str:
     ]
     if verdict is not None:
         tables.append(length_table(results, verdict.drafter, verdict.suite))
-    tables += [rival_table(results), sweep_table(results)]
+    tables += [policy_table(results), rival_table(results), sweep_table(results)]
     tables += [serving_table(results), facts_table(results)]
     return "\n".join([*lines, *(markdown_table(table) for table in tables if table.rows)])
 

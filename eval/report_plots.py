@@ -44,7 +44,8 @@ def _speed_series(prediction: Prediction, speeds: list[SpeedResult], colour: int
             f"{s.drafter}, {s.num_draft_tokens} drafted: measured",
         )
         for s in speeds
-        if (s.drafter, s.suite) == (prediction.drafter, prediction.suite) and s.decode_speedup
+        if (s.drafter, s.suite, s.is_auto) == (prediction.drafter, prediction.suite, False)
+        and s.decode_speedup
     ]
     return [
         Series(f"{prediction.drafter}, predicted", line, colour, marks=False, dashed=True),
@@ -72,7 +73,7 @@ def decomposition_plots(results: Results, prediction: Prediction) -> str:
     key = (prediction.drafter, prediction.suite, length)
     for speed in results.speed:
         measured = (speed.drafter, speed.suite, speed.num_draft_tokens) == key
-        if measured and speed.decode_speedup and speed.speedup:
+        if measured and not speed.is_auto and speed.decode_speedup and speed.speedup:
             bars.append(_factor("measured, decoding alone", speed.decode_speedup.value, "s2"))
             bars.append(_factor("measured, with the prefill", speed.speedup.value, "s2"))
     title = f"From ideal to measured, {length} drafted, {prediction.suite}"

@@ -83,7 +83,7 @@ def _speed_row(speed: SpeedResult) -> list[Cell]:
         Cell(speed.drafter),
         Cell(speed.suite),
         Cell("withheld") if withheld else interval(speed.speedup),
-        Cell(str(speed.num_draft_tokens)),
+        Cell("auto" if speed.is_auto else str(speed.num_draft_tokens)),
         number(speed.acceptance_length),
         Cell("withheld") if withheld else number(speed.ms_per_token, 1),
         number(speed.plain_ms_per_token, 1),
@@ -224,7 +224,9 @@ def length_table(results: Results, drafter: str, suite: str) -> Table:
         (p for p in results.predictions if (p.drafter, p.suite) == (drafter, suite)), None
     )
     measured = {
-        s.num_draft_tokens: s for s in results.speed if (s.drafter, s.suite) == (drafter, suite)
+        s.num_draft_tokens: s
+        for s in results.speed
+        if (s.drafter, s.suite, s.is_auto) == (drafter, suite, False)
     }
     rows = []
     for length in prediction.lengths if prediction else []:

@@ -200,12 +200,14 @@ class SpeedResult:
     """Seconds of plain and of speculative decoding of the same prompts, batch size 1.
 
     Sums over prompts of medians over repeats. speedup = plain_s / speculative_s per token,
-    prefill included; decode_speedup leaves the prefill out. None where withheld.
+    prefill included; decode_speedup leaves the prefill out. None where withheld. is_auto: the
+    runtime chose every round's length itself, up to num_draft_tokens.
     """
 
     drafter: str
     suite: str
     num_draft_tokens: int
+    is_auto: bool = False
     num_prompts: int
     num_repeats: int
     num_tokens: int
@@ -225,6 +227,20 @@ class SpeedResult:
     repeat_speedups: list[float]
     acceptance_length: float | None
     rounds_by_drafted: dict[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyResult:
+    """A draft-length policy on the target's greedy texts; speedup: predicted from measured costs."""
+
+    drafter: str
+    suite: str
+    policy: str
+    num_rounds: int
+    num_accepted: int
+    mean_drafted: float
+    acceptance_length: float
+    speedup: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,5 +387,6 @@ class Results:
     breakdown: list[BreakdownResult] = field(default_factory=list)
     costs: list[CostResult] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
+    policies: list[PolicyResult] = field(default_factory=list)
     rivals: list[RivalResult] = field(default_factory=list)
     sweeps: list[SweepPoint] = field(default_factory=list)

@@ -255,7 +255,7 @@ class _Evaluation:
         suite: str,
         prompts: Sequence[EvalPrompt],
         found: TokenLists,
-        num_draft_tokens: int,
+        num_draft_tokens: int | str,
     ) -> None:
         """Speculative against plain texts of some prompts of a suite."""
         plain = zip((p.id for p in self.setting.suites[suite]), self.texts[suite], strict=True)
@@ -275,7 +275,7 @@ class _Evaluation:
             lambda: time_suite(
                 setting.target,
                 setting.drafters,
-                {name: self.lengths_to_time(name, suite) for name in setting.drafters},
+                {name: self.settings_to_time(name, suite) for name in setting.drafters},
                 spread(prompts, setting.config.speed_prompts),
                 suite=suite,
                 config=setting.config,
@@ -294,18 +294,31 @@ class _Evaluation:
     def look_further(self) -> None:
         """What is measured on request: the same drafters in transformers, batches, contexts."""
         setting, config = self.setting, self.setting.config
+        first = next(iter(setting.drafters))
+        if config.policies and is_replayable(setting.drafters[first]):
+            costs = next(c for c in self.results.costs if c.drafter == first)
+            for suite in setting.suites:
+                best = self.lengths_to_time(first, suite)[0]
+                self.results.policies += measurements.compared_policies(
+                    setting, first, suite, self.answers(suite), costs, best
+                )
         if config.rival_prompts:
             for facts in self.results.drafters:
                 length = self.lengths_to_time(facts.name, setting.first_suite)[0]
                 self.results.rivals += measurements.rival(setting, facts, length)
         if config.batch_sizes or config.context_lengths:
-            name = next(iter(setting.drafters))
             self.results.sweeps += measurements.sweeps(
                 setting,
-                name,
-                self.lengths_to_time(name, setting.first_suite),
-                self.lengths[name, setting.first_suite],
+                first,
+                self.lengths_to_time(first, setting.first_suite),
+                self.lengths[first, setting.first_suite],
             )
+
+    def settings_to_time(self, name: str, suite: str) -> list[int | str]:
+        """Draft lengths, and "auto" of the first drafter if that is asked for."""
+        is_first = name == next(iter(self.setting.drafters))
+        auto = ["auto"] if self.setting.config.time_auto and is_first else []
+        return [*self.lengths_to_time(name, suite), *auto]
 
     def lengths_to_time(self, name: str, suite: str) -> list[int]:
         """The best predicted length of a drafter, then those that the settings ask for."""

@@ -18,6 +18,7 @@ import torch
 from eval.exactness import greedy_arguments
 from eval.intervals import ratio_interval
 from eval.results import SpeedResult
+from specdec_runtime.auto_length import MAX_DRAFT_TOKENS
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Drafter
 from specdec_runtime.results import Generation
@@ -54,7 +55,9 @@ class Plan(NamedTuple):
     num_repeats: int
 
 
-def speculative_decode(target: Target, drafter: Drafter | None, num_draft_tokens: int) -> Decode:
+def speculative_decode(
+    target: Target, drafter: Drafter | None, num_draft_tokens: int | str
+) -> Decode:
     """Greedy decoding in the engine in use; no drafter = plain decoding."""
     decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=num_draft_tokens)
 
@@ -152,12 +155,13 @@ def speed_result(
     *,
     drafter: str,
     suite: str,
-    num_draft_tokens: int,
+    num_draft_tokens: int | str,
     num_resamples: int,
     seed: int = 0,
 ) -> SpeedResult:
     """Compare the timings of two decoders on the same prompts, [repeat][prompt] each."""
     options = {"num_resamples": num_resamples, "seed": seed}
+    is_auto = num_draft_tokens == "auto"
     base, fast = _summary(plain), _summary(speculative)
     # Per token on both sides: greedy texts are equal in float32, in 16 bit they may not be.
     scaled = [f * b / n for f, b, n in zip(fast.seconds, base.tokens, fast.tokens, strict=True)]
@@ -168,7 +172,8 @@ def speed_result(
     return SpeedResult(
         drafter=drafter,
         suite=suite,
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=MAX_DRAFT_TOKENS if is_auto else int(num_draft_tokens),
+        is_auto=is_auto,
         num_prompts=len(base.seconds),
         num_repeats=len(plain),
         num_tokens=total_tokens,

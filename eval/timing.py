@@ -27,7 +27,7 @@ class TimedTexts:
     """Greedy texts of the first repeat, of the first prompts of the timed ones."""
 
     drafter: str
-    num_draft_tokens: int
+    num_draft_tokens: int | str  # or "auto"
     prompt_ids: list[str]
     token_ids: list[list[int]]
 
@@ -44,7 +44,7 @@ class SuiteTiming:
 def time_suite(
     target: Target,
     drafters: Mapping[str, Drafter],
-    lengths: Mapping[str, Sequence[int]],
+    lengths: Mapping[str, Sequence[int | str]],
     prompts: Sequence[EvalPrompt],
     *,
     suite: str,
@@ -56,7 +56,7 @@ def time_suite(
     """Time every drafter at its draft lengths against `plain`.
 
     Args:
-        lengths: draft lengths by drafter, the recommended one first.
+        lengths: draft lengths by drafter, the recommended one first; or "auto".
         limit_s: seconds this may take; fewer repeats and prompts are used where it is short.
     """
     decoders: dict[str, Decode] = {PLAIN: plain}
@@ -107,7 +107,7 @@ def time_suite(
     )
 
 
-def _label(drafter: str, num_draft_tokens: int) -> str:
+def _label(drafter: str, num_draft_tokens: int | str) -> str:
     return f"{drafter} {num_draft_tokens}"
 
 

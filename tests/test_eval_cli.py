@@ -40,6 +40,7 @@ SMALL = {
     "reference_prompts": 1,
     "num_resamples": 100,
     "trace_prompts": 1,
+    "policies": True,
     "rival_prompts": 1,
     "batch_sizes": [1, 2],
     "context_lengths": [16],
@@ -96,6 +97,7 @@ def test_one_command_measures_a_drafter_folder_on_its_runs_prompts(
     assert {a.temperature for a in results.acceptance} == {0.0, 1.0}
     assert {rival.drafter for rival in results.rivals} == {"mine", "lookup"}
     assert all(rival.num_identical == rival.num_prompts for rival in results.rivals)
+    assert len(results.policies) == 6
     assert [(p.batch_size, p.measured) for p in results.sweeps] == [
         *((1, True), (2, True), (1, False))
     ]
@@ -286,7 +288,7 @@ def test_finished_parts_are_not_computed_again(tmp_path):
 def test_interrupted_evaluation_continues_with_equal_texts(tmp_path):
     target = as_target(tiny_llama(0))
     prompts = {"s": [[1, *range(5 + i, 12 + 2 * i)] for i in range(3)]}
-    on_request = {"rival_prompts": 0, "batch_sizes": [], "context_lengths": []}
+    on_request = {"policies": False, "rival_prompts": 0, "batch_sizes": [], "context_lengths": []}
     config = EvaluationConfig(**SMALL | on_request)
     stopped_at = []
 
