@@ -61,13 +61,21 @@ class DraftVocab:
 
     def to_draft(self, target_ids: Tensor) -> Tensor:
         """Draft ids of target ids, -1 for tokens that are not kept; any shape, int64."""
-        return self._to_draft.to(target_ids.device)[target_ids]
+        device = target_ids.device
+        if device not in self._tables:  # copied once; each copy would be waited for
+            self._tables[device] = self._to_draft.to(device)
+        return self._tables[device][target_ids]
 
     @cached_property
     def _to_draft(self) -> Tensor:
         table = torch.full((self.target_size,), OUTSIDE, dtype=torch.int64)
         table[self.token_ids] = torch.arange(len(self))
         return table
+
+    @cached_property
+    def _tables(self) -> dict[torch.device, Tensor]:
+        """That table by device."""
+        return {}
 
 
 def full_vocab(real_size: int, *, target_size: int | None = None) -> DraftVocab:

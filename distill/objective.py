@@ -7,6 +7,7 @@ only sees `Objective` and `Terms`.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from distill.batches import Batch
@@ -30,7 +31,7 @@ Objective = Callable[[nn.Module, Batch], Terms]
 def terms_of(sums: HeadSums, num_tokens: int) -> Terms:
     """overlap and kept_mass are over the positions where the target's distribution was computed; where
     it is known in part, overlap is the lower end of its bracket and overlap_upper the upper end."""
-    total = sums.num_compared.new_tensor(num_tokens)
+    total = torch.full_like(sums.num_compared, num_tokens)  # a copied number would be waited for
     counts = {
         "greedy_agreement": (sums.agreement, total),
         "overlap": (sums.overlap, sums.num_compared),

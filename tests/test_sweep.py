@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
 
 from tests.test_config import composed
@@ -44,9 +44,11 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> int
     """Exit code of a sweep whose runs are stood in for: seed 1 fails."""
 
     def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
+        assert f"seed={config.seed}" in argv  # the command of this job alone
         if config.seed == 1:
             raise ValueError("seed 1 is bad")
-        return RunResult(1.0 + config.seed / 10, True, Path(f"runs/smoke/{config.seed}"))
+        score = 1.0 + config.seed / 10 + config.optim.learning_rate
+        return RunResult(score, True, Path(f"runs/smoke/{config.seed}"))
 
     monkeypatch.setattr("train.run.run", run)
     monkeypatch.setattr(sys, "argv", ["train", "-m", "+experiment=smoke", *overrides])
@@ -74,6 +76,33 @@ def test_a_sweep_without_failures_ends_with_0_and_one_run_folder_for_all_is_refu
     assert swept(monkeypatch, tmp_path, "seed=0,2") == 0
     assert swept(monkeypatch, tmp_path, "seed=0,2", "run_dir=here") == 2
     assert "every job of a sweep makes its own" in capsys.readouterr().err
+
+
+def test_optuna_searches_for_the_highest_acceptance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    search = ("hydra/sweeper=tune", "hydra.sweeper.n_trials=4", "seed=choice(1,2)")
+    rate = "optim.learning_rate=interval(0.001,0.1)"
+    assert swept(monkeypatch, tmp_path, *search, rate) in (0, 1)  # 1 if it tried seed 1
+    (found,) = tmp_path.glob("runs/sweeps/*/optimization_results.yaml")
+    (table,) = tmp_path.glob("runs/sweeps/*/sweep.md")
+    best = table.read_text().splitlines()[2]
+    assert float(best.split(" | ")[1]) == pytest.approx(
+        OmegaConf.load(found)["best_value"], abs=1e-3
+    )
+
+
+def test_jobs_can_go_to_a_cluster():
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
+    with initialize_config_module("conf", version_base="1.3"):
+        settings = compose(
+            "train",
+            overrides=["+experiment=smoke", "hydra/launcher=slurm", "hydra.launcher.partition=big"],
+            return_hydra_config=True,
+        )
+    launcher = settings.hydra.launcher
+    assert (launcher.partition, launcher.gpus_per_node, launcher.timeout_min) == ("big", 1, 480)
 
 
 def test_the_saved_settings_start_the_same_run_again(tmp_path: Path):

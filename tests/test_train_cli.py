@@ -21,14 +21,17 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from distill.prefixes import read_prefixes
+from distill.templates import ChatTemplate
 from specdec_runtime.formats import read_manifest
+from specdec_runtime.tiny_target import byte_tokenizer
 from train.cli import help_text, main
 from train.config import TrainConfig
 from train.export.cli import main as export_main
 from train.interrupts import StopRequest
 from train.job import Job
 from train.material import prepare
-from train.run_log import read_metrics
+from train.run_log import RunLog, read_metrics
 from train.stages import load_training, train_drafter
 
 ROOT = Path(__file__).parent.parent
@@ -154,8 +157,9 @@ def job_in(run_dir: Path) -> Iterator[Job]:
         config = OmegaConf.to_object(compose("train", overrides=["+experiment=smoke"]))
     assert isinstance(config, TrainConfig)
     with StopRequest() as stop:
+        log = RunLog(run_dir, config.tracking, is_main=True, name=config.name, config={})
         accelerator = Accelerator(cpu=True)
-        yield Job(config=config, settings={}, accelerator=accelerator, run_dir=run_dir, stop=stop)
+        yield Job(config=config, log=log, accelerator=accelerator, run_dir=run_dir, stop=stop)
 
 
 def test_stopped_and_continued_equals_trained_in_one_go(
@@ -174,6 +178,15 @@ def test_stopped_and_continued_equals_trained_in_one_go(
         for folder in (tmp_path, smoke.run_dir)
     ]
     assert losses[0] == losses[1]
+
+
+def test_the_places_where_the_drafter_failed_are_prompts_of_the_next_run(smoke: Smoke):
+    template = ChatTemplate(byte_tokenizer())
+    prefixes = read_prefixes(smoke.run_dir, template)
+    lines = (smoke.run_dir / "eval/prompts.jsonl").read_text().splitlines()
+    asked = [tuple(json.loads(line)["token_ids"]) for line in lines]
+    assert all(any(p.token_ids[: len(ids)] == ids for ids in asked) for p in prefixes)
+    assert len({p.id for p in prefixes}) == len(prefixes) > 0
 
 
 def test_a_finished_run_says_so(smoke: Smoke, monkeypatch: pytest.MonkeyPatch):

@@ -90,7 +90,9 @@ def _run_command_line() -> int:
     def job(settings: "DictConfig") -> float:
         hydra_settings = HydraConfig.get()
         is_sweep = hydra_settings.mode is RunMode.MULTIRUN
-        outcome = _run_job(settings, is_sweep=is_sweep, show_traceback=show_traceback)
+        # Of a sweep's job, what starts it alone; it may run in a process of a launcher, too.
+        argv = ["train", *hydra_settings.overrides.task] if is_sweep else sys.argv
+        outcome = _run_job(settings, argv, is_sweep=is_sweep, show_traceback=show_traceback)
         if outcome.exit_code and os.getpid() != own_process:
             raise RuntimeError(outcome.message)  # a launcher's process: only it can be told
         jobs.append(SweepJob(list(hydra_settings.overrides.task), outcome))
@@ -111,7 +113,9 @@ def _run_command_line() -> int:
     return max((one.outcome.exit_code for one in jobs), default=0)
 
 
-def _run_job(settings: "DictConfig", *, is_sweep: bool, show_traceback: bool) -> "Outcome":
+def _run_job(
+    settings: "DictConfig", argv: list[str], *, is_sweep: bool, show_traceback: bool
+) -> "Outcome":
     """One run; whatever a user can cause ends in one line on standard error."""
     from omegaconf import OmegaConf
 
@@ -137,7 +141,7 @@ def _run_job(settings: "DictConfig", *, is_sweep: bool, show_traceback: bool) ->
     from train.sweep import Outcome
 
     try:
-        result = run(config, OmegaConf.to_yaml(settings), sys.argv)
+        result = run(config, OmegaConf.to_yaml(settings), argv)
     except Interrupted as stopped:
         return _failed(128 + stopped.signum, str(stopped))
     except (ValueError, OSError, RuntimeError) as error:

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
@@ -81,7 +81,7 @@ class RunLog:
             _drop_after(self._path, step)
             self._file = self._path.open("a")
 
-    def write(self, kind: str, step: int, values: dict[str, Value]) -> None:
+    def write(self, kind: str, step: int, values: Mapping[str, Value]) -> None:
         """`kind` is the stage that speaks: training, acceptance, evaluation, ..."""
         if self._file is None:
             return
@@ -109,7 +109,12 @@ class RunLog:
                 self._tensorboard.add_text(f"acceptance/sample_{number}", as_html(sample), step)
 
     def write_results(
-        self, *, drafter: Path, evaluation: Path, inputs: Sequence[Input], summary: dict[str, Value]
+        self,
+        *,
+        drafter: Path,
+        evaluation: Path,
+        inputs: Sequence[Input],
+        summary: Mapping[str, Value],
     ) -> None:
         """Stores the drafter and its evaluation report, with what they were made from."""
         if self._wandb is None:
@@ -131,7 +136,7 @@ class RunLog:
         page = wandb.Html((evaluation / "report.html").read_text(), inject=False)
         self._wandb.log({"evaluation/report": page})
 
-    def finish(self, *, exit_code: int, summary: dict[str, Value] | None = None) -> None:
+    def finish(self, *, exit_code: int, summary: Mapping[str, Value] | None = None) -> None:
         """Closes the file; marks the W&B run as finished or failed."""
         if self._file is not None:
             self._file.close()
@@ -187,7 +192,7 @@ def _json_value(value: Value) -> Value:
     return value
 
 
-def _flat(kind: str, values: dict[str, Value]) -> dict[str, float | int | str]:
+def _flat(kind: str, values: Mapping[str, Value]) -> dict[str, float | int | str]:
     """`kind/name`, lists as `kind/name_1`, ...; nothing for what was not measured."""
     flat: dict[str, float | int | str] = {}
     for name, value in values.items():
