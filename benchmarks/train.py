@@ -29,10 +29,10 @@ from transformers import PreTrainedModel
 
 from distill.batches import Batch, BatchStream, Example
 from distill.draft_vocab import DraftVocab, full_vocab, most_frequent, token_counts
+from distill.embedded_prompts import mt_bench
 from distill.live_signals import LiveSignals
 from distill.losses import LossConfig, LossName
 from distill.objectives import causal_lm
-from distill.prompts import mt_bench
 from distill.recipe import Recipe, TargetParts, make_recipe
 from distill.signals import NoSignal, TargetHead
 from specdec_runtime import load_target
