@@ -225,7 +225,10 @@ def load_eagle3(folder: str | Path, *, device: torch.device | str = "cpu") -> Ea
         ValueError: if the folder holds another architecture, a head that was trained with what is
             not computed here, or weights are missing or unknown.
     """
-    files = read(folder)
+    try:
+        files = read(folder)
+    except ValueError as error:
+        raise ValueError(f"{folder} holds no EAGLE-3 drafter: {error}") from None
     if files.kind != "eagle3":
         raise ValueError(
             f"{folder} holds {files.config.get('architectures')}, expected an EAGLE-3 drafter "

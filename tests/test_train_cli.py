@@ -189,6 +189,11 @@ def test_the_places_where_the_drafter_failed_are_prompts_of_the_next_run(smoke: 
     assert len({p.id for p in prefixes}) == len(prefixes) > 0
 
 
+def test_the_exported_folder_is_measured_again_by_another_process(smoke: Smoke):
+    said = smoke.continued.stdout + smoke.continued.stderr
+    assert "exported folder in another process: acceptance length" in said
+
+
 def test_a_finished_run_says_so(smoke: Smoke, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(smoke.run_dir.parents[2])
     with redirect_stdout(StringIO()) as out:

@@ -94,7 +94,10 @@ class TrainConfig:
     run_dir: another folder for this run; must not exist or be empty.
     resume: null, "auto" for the newest run of this name, or a run folder.
     answers_folder: answers that exist, of `python -m distill.answers`; null = have them written.
-    evaluate_lookup: measure prompt lookup beside the drafter, the baseline that costs nothing.
+    verify_export: load the exported folder in another process, which loads the target once more, and
+        compare its acceptance with that in training.
+    evaluate_lookup: measure lookup beside the drafter: alone, the baseline that costs nothing,
+        and in front of the drafter, where the drafter can follow it.
     """
 
     name: str = MISSING
@@ -114,6 +117,7 @@ class TrainConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    verify_export: bool = True
     evaluate_lookup: bool = True
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 

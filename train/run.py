@@ -37,6 +37,7 @@ from train.stages import (
     export,
     load_training,
     train_drafter,
+    verify_folder,
 )
 
 TRACEBACK = "traceback.txt"
@@ -111,6 +112,7 @@ def _run_stages(job: Job) -> RunResult:
         state = train_drafter(job, material, training)
         folder = on_main(job.accelerator, lambda: export(job))
         on_main(job.accelerator, lambda: check_folder(job, material, training, folder))
+        on_main(job.accelerator, lambda: verify_folder(job, training, folder, state))
         summary = on_main(job.accelerator, lambda: evaluate_folder(job, material, folder, state))
     summary["seconds"] = round(time.monotonic() - started, 1)
     job.log.write_results(

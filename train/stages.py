@@ -16,6 +16,7 @@ from distill.recipe import RefreshableDrafter
 from distill.signal_forms import SignalForm
 from eval.run import evaluate
 from eval.session import print_summary
+from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.formats import DrafterManifest
 from specdec_runtime.loading import load_drafter
 from specdec_runtime.target import Target
@@ -25,6 +26,7 @@ from train.config import TrainConfig
 from train.drafter_folder import DrafterWriter, add_measurements, manifest_for
 from train.drafter_start import Start, start_drafter
 from train.evaluation_summary import measured_values, recommended_values, summary_of
+from train.export.gate import verify_trained
 from train.export.run_folder import export_best
 from train.job import Job
 from train.loop import Intervals, Measurement, measured_step_s, steps_in, train
@@ -218,6 +220,31 @@ def check_folder(job: Job, material: Material, training: Training, folder: Path)
     job.log.write("wiring", job.state.step, wiring_values(found))
 
 
+def verify_folder(job: Job, training: Training, folder: Path, state: TrainState) -> None:
+    """Another process loads what was written, and has to accept it as often as training did.
+
+    Raises:
+        ValueError: if it does not, or its text is not the target's.
+    """
+    if not job.config.verify_export or state.best_score is None:
+        return
+    job.stage = "verification"
+    config = job.config
+    said = verify_trained(
+        folder,
+        target=config.target.model,
+        target_options={
+            "dtype": config.target.dtype,
+            "device": config.target.device,
+            "engine": config.target.engine.value,
+        },
+        prompts=training.selection,
+        config=config.acceptance,
+        trained_length=state.best_score,
+    )
+    job.say(said)
+
+
 def evaluate_folder(
     job: Job, material: Material, folder: Path, state: TrainState
 ) -> dict[str, Any]:
@@ -227,6 +254,8 @@ def evaluate_folder(
     drafters = {name: load_drafter(folder, material.target, engine=job.config.target.engine)}
     if job.config.evaluate_lookup:
         drafters["lookup"] = load_drafter("lookup", material.target)
+        if isinstance(drafters[name], CausalLMDrafter):
+            drafters[f"lookup, then {name}"] = load_drafter(f"composite:{folder}", material.target)
     output = job.run_dir / EVALUATION
     results = evaluate(
         material.target,

@@ -16,6 +16,7 @@ from specdec_runtime.drafter_files import (
     LAYER_IDS,
     draft_vocab_problem,
     native_config,
+    read_config,
 )
 from specdec_runtime.formats import write_manifest
 from train.export import rules
@@ -126,7 +127,7 @@ def check_eagle3(folder: Path, target: TargetFacts, *, prefix: str) -> list[str]
     Args:
         prefix: of the layer's tensors: "midlayer." or "layers.0.".
     """
-    raw = rules.config_of(folder)
+    raw = read_config(folder)
     config = one_form(raw, target)
     stored = rules.stored_tensors(folder)
     problems = [*rules.no_pickles(folder), *layer_id_problems(config[LAYER_IDS], target)]
@@ -143,7 +144,7 @@ def check_eagle3(folder: Path, target: TargetFacts, *, prefix: str) -> list[str]
         *rules.same_vocab_size(config, target, "an EAGLE-3 folder"),
         *rules.same_tensors(weights, _wanted_tensors(config, weights, prefix)),
         *rules.dtype_as_said(weights, raw),
-        *rules.rope_is_complete(raw.get("transformer_layer_config", raw), target),
+        *rules.rope_is_complete(raw.get("transformer_layer_config", raw)),
         *_draft_vocabulary(folder, stored, config, target),
         *rules.same_tokenizer(folder, target),
         *rules.recorded_target(folder, target),

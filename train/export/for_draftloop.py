@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from specdec_runtime.drafter_files import read
+from specdec_runtime.drafter_files import read, read_config
 from specdec_runtime.eagle3_network import NOT_COMPUTED
 from specdec_runtime.formats import (
     DRAFT_VOCAB_NAME,
@@ -63,7 +63,7 @@ def write(source: Source, folder: Path, *, dtype: torch.dtype | None) -> None:
         module.generation_config = draft_generation_config(source)
         module.save_pretrained(folder)
         source.target.tokenizer.save_pretrained(folder)
-        write_manifest(folder, served(source, NAME, rules.config_of(folder)))
+        write_manifest(folder, served(source, NAME, read_config(folder)))
         vocabulary = _draft_vocabulary(source)
     if vocabulary:
         save_file(vocabulary, folder / DRAFT_VOCAB_NAME)
@@ -72,7 +72,7 @@ def write(source: Source, folder: Path, *, dtype: torch.dtype | None) -> None:
 def check(folder: Path, target: TargetFacts) -> list[str]:
     if not is_drafter_folder(folder):
         return rules.recorded_target(folder, target)
-    config = rules.config_of(folder)
+    config = read_config(folder)
     if read_manifest(folder).kind == "eagle3":
         config = one_form(config, target)
     read(folder)
@@ -80,7 +80,7 @@ def check(folder: Path, target: TargetFacts) -> list[str]:
     return [
         *rules.no_pickles(folder),
         *rules.dtype_as_said(stored, config),
-        *rules.rope_is_complete(config, target),
+        *rules.rope_is_complete(config),
         *rules.same_tokenizer(folder, target),
         *rules.recorded_target(folder, target),
         *differences(folder, config),

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from specdec_runtime.drafter_files import LAYER_IDS, is_eagle3
-from train.export import rules
+from specdec_runtime.drafter_files import LAYER_IDS, is_eagle3, read_config
 from train.export.eagle3_folder import (
     check_eagle3,
     eagle3_config,
@@ -73,7 +72,7 @@ def sglang_config(native: dict[str, Any], target: TargetFacts) -> dict[str, Any]
 
 
 def check(folder: Path, target: TargetFacts) -> list[str]:
-    config = rules.config_of(folder)
+    config = read_config(folder)
     if not is_eagle3(config):
         return check_plain(folder, target, NAME)
     problems = check_eagle3(folder, target, prefix="midlayer.")
@@ -95,7 +94,7 @@ def check(folder: Path, target: TargetFacts) -> list[str]:
 
 
 def launch(folder: Path, target: TargetFacts, num_draft_tokens: int) -> str:
-    method = "EAGLE3" if is_eagle3(rules.config_of(folder)) else "STANDALONE"
+    method = "EAGLE3" if is_eagle3(read_config(folder)) else "STANDALONE"
     return (
         f"python -m sglang.launch_server --model-path {target.name} "
         f"--speculative-algorithm {method} --speculative-draft-model-path {folder} "

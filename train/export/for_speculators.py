@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from specdec_runtime.drafter_files import EAGLE3_FLAGS, LAYER_IDS
-from train.export import rules
+from specdec_runtime.drafter_files import EAGLE3_FLAGS, LAYER_IDS, read_config
 from train.export.eagle3_folder import (
     check_eagle3,
     eagle3_config,
@@ -75,7 +74,7 @@ def speculators_config(source: Source, native: dict[str, Any]) -> dict[str, Any]
 
 
 def check(folder: Path, target: TargetFacts) -> list[str]:
-    config = rules.config_of(folder)
+    config = read_config(folder)
     problems = _required_keys(config)
     if problems:
         return problems

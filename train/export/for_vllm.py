@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from specdec_runtime.drafter_files import is_eagle3
-from train.export import rules
+from specdec_runtime.drafter_files import is_eagle3, read_config
 from train.export.eagle3_folder import (
     check_eagle3,
     eagle3_config,
@@ -38,7 +37,7 @@ def write(source: Source, folder: Path, *, dtype: torch.dtype | None) -> None:
 
 
 def check(folder: Path, target: TargetFacts) -> list[str]:
-    config = rules.config_of(folder)
+    config = read_config(folder)
     if not is_eagle3(config):
         return check_plain(folder, target, NAME)
     problems = check_eagle3(folder, target, prefix="midlayer.")
@@ -49,7 +48,7 @@ def check(folder: Path, target: TargetFacts) -> list[str]:
 
 def launch(folder: Path, target: TargetFacts, num_draft_tokens: int) -> str:
     """The method is said: vLLM guesses it from the path and takes anything else for a plain model."""
-    method = "eagle3" if is_eagle3(rules.config_of(folder)) else "draft_model"
+    method = "eagle3" if is_eagle3(read_config(folder)) else "draft_model"
     settings = {
         "method": method,
         "model": str(folder),

@@ -42,7 +42,12 @@ def verify_trained(
         "batch_size": config.batch_size,
     }
     (seen,) = observed_elsewhere(
-        target, [folder], settings=settings, target_options=target_options, prompts=prompts
+        target,
+        [folder],
+        settings=settings,
+        target_options=target_options,
+        prompts=prompts,
+        asks=False,
     )
     found = sum(seen.rows, AcceptanceStats()).acceptance_length
     interval = length_interval(seen.rows)

@@ -97,16 +97,19 @@ def observe(
     prompts: Sequence[Sequence[int]],
     plain: list[list[int]],
     settings: dict[str, Any],
+    *,
+    asks: bool = True,
 ) -> Observation:
     """Ask the drafter at every context of the target's plain answers, and decode with it.
 
     Args:
         plain: of `plain_answers` with the same settings.
+        asks: False only decodes.
     """
     num_draft_tokens = settings["num_draft_tokens"]
     measured = measure_acceptance(target, drafter, prompts, **settings)
     proposed: list[list[int]] = []
-    for prompt, answer in zip(prompts, plain, strict=True):
+    for prompt, answer in zip(prompts, plain, strict=True) if asks else ():
         proposed += proposals(target, drafter, list(prompt), answer, num_draft_tokens)
     return Observation(proposed, measured.token_ids, measured.prompts, measured.token_ids == plain)
 

@@ -132,6 +132,7 @@ def observed_elsewhere(
     template_options: dict[str, Any] | None = None,
     target_options: dict[str, str] | None = None,
     prompts: list[list[int]] | None = None,
+    asks: bool = True,
 ) -> list[Observation]:
     """What the drafters in `folders` do, seen by a fresh process that loads them from disk.
 
@@ -139,6 +140,7 @@ def observed_elsewhere(
         settings: of `observe`: num_draft_tokens and others.
         target_options: of `load_target`: dtype, device, engine.
         prompts: token ids; None = the fixed questions under `template_options`.
+        asks: False leaves the contexts out and only decodes.
 
     Raises:
         ValueError: the process could not load one of them; the message is its last line.
@@ -150,6 +152,7 @@ def observed_elsewhere(
         "template_options": template_options or {},
         "target_options": target_options or {},
         "prompts": prompts,
+        "asks": asks,
     }
     done = subprocess.run(
         [sys.executable, "-m", "train.export.parity_process"],

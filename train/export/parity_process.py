@@ -26,7 +26,9 @@ def main() -> None:
                 folder, target, engine=request["target_options"].get("engine", "auto")
             )
             assert drafter is not None
-            found.append(observe(target, drafter, prompts, plain, settings).as_json())
+            found.append(
+                observe(target, drafter, prompts, plain, settings, asks=request["asks"]).as_json()
+            )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {' '.join(str(error).split())}")
     json.dump(found, sys.stdout)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from specdec_runtime.drafter_files import read_config
 from specdec_runtime.formats import write_manifest
 from train.export import rules
 from train.export.full_vocab import fill_vocabulary
@@ -51,7 +52,7 @@ def write_plain(source: Source, folder: Path, *, dtype: torch.dtype | None, engi
     module.generation_config = draft_generation_config(source)
     module.save_pretrained(folder)
     source.target.tokenizer.save_pretrained(folder)
-    write_manifest(folder, served(source, engine, rules.config_of(folder)))
+    write_manifest(folder, served(source, engine, read_config(folder)))
 
 
 def draft_generation_config(source: Source) -> GenerationConfig:
@@ -72,7 +73,7 @@ def draft_generation_config(source: Source) -> GenerationConfig:
 
 def check_plain(folder: Path, target: TargetFacts, engine: str) -> list[str]:
     """What an engine that reads a plain draft model would stumble over; empty if nothing."""
-    config = rules.config_of(folder)
+    config = read_config(folder)
     stored = rules.stored_tensors(folder)
     return [
         *rules.no_pickles(folder),
@@ -80,7 +81,7 @@ def check_plain(folder: Path, target: TargetFacts, engine: str) -> list[str]:
         *rules.same_vocab_size(config, target, engine),
         *rules.same_tensors(stored, _wanted_tensors(folder)),
         *rules.dtype_as_said(stored, config),
-        *rules.rope_is_complete(config, target),
+        *rules.rope_is_complete(config),
         *rules.same_tokenizer(folder, target),
         *_generation_settings(folder, target),
         *rules.recorded_target(folder, target),

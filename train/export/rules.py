@@ -11,7 +11,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specdec_runtime.drafter_files import read_config
 from specdec_runtime.formats import is_drafter_folder, read_manifest
 from specdec_runtime.pretrained import load_tokenizer
 from specdec_runtime.tokenizers import check_same_tokenizer
@@ -20,7 +19,7 @@ from train.export.source import TargetFacts, check_recorded
 WEIGHTS = "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 DTYPE_CODES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Shapes of text that tell rope apart; a folder without a base frequency is read with 10,000.
+# Without a base frequency, engines read a folder with 10,000.
 ROPE_KEYS = ("rope_type", "rope_theta")
 
 
@@ -83,8 +82,8 @@ def dtype_as_said(stored: dict[str, tuple[str, list[int]]], config: dict[str, An
     return [f"config.json says dtype {said!r}, the weights are {', '.join(sorted(found))}"]
 
 
-def rope_is_complete(config: dict[str, Any], target: TargetFacts) -> list[str]:
-    """The rotary settings are written out, and are the target's: one missing changes every state."""
+def rope_is_complete(config: dict[str, Any]) -> list[str]:
+    """The rotary settings are written out: one missing changes every state."""
     rope = config.get("rope_parameters") or {}
     if "layer_types" in config and all(isinstance(value, dict) for value in rope.values()):
         return []  # one set a layer type
@@ -123,11 +122,6 @@ def recorded_target(folder: Path, target: TargetFacts) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    """config.json; raises a ValueError if it is missing or broken."""
-    return read_config(folder)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
