@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from specdec_runtime import native
+from specdec_runtime import engines, native
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
@@ -231,5 +231,6 @@ def test_the_fastest_engine_that_can_is_chosen():
     half = tiny_llama(0).half()
     with pytest.raises(ValueError, match=r"engine=native cannot run this model.*use engine=eager"):
         make_model(half, engine="native")
+    engines._warn_once.cache_clear()  # another test may have been told already
     with pytest.warns(UserWarning, match="slower on a CPU"):
         assert isinstance(make_model(half), HFModel)

@@ -112,7 +112,7 @@ def test_timed_texts_are_the_plain_texts(target):
     timing = time_suite(
         target,
         drafters,
-        {"useless": [2, 1], "lookup": [3]},
+        {"useless": [2, 1, "auto"], "lookup": [3]},
         [EvalPrompt(str(i), ids) for i, ids in enumerate(PROMPTS)],
         suite="s",
         config=config,
@@ -120,8 +120,11 @@ def test_timed_texts_are_the_plain_texts(target):
         limit_s=60.0,
         stage=silent_stage,
     )
-    found = [(s.drafter, s.num_draft_tokens) for s in timing.speeds]
-    assert found == [("useless", 2), ("useless", 1), ("lookup", 3)]
+    found = [(s.drafter, s.num_draft_tokens, s.is_auto) for s in timing.speeds]
+    assert found == [
+        *(("useless", 2, False), ("useless", 1, False), ("useless", 8, True)),
+        ("lookup", 3, False),
+    ]
     plain = measure_acceptance(target, None, PROMPTS, num_draft_tokens=0, max_new_tokens=8)
     assert all(texts.token_ids == plain.token_ids for texts in timing.texts)
 
