@@ -87,9 +87,10 @@ def main() -> None:
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, {rate / 1e9:.0f} GFLOP/s; "
         f"layers {arguments.layers}, {arguments.batch_tokens} padded tokens a step\n"
     )
-    names = [name for name in VARIANTS if arguments.trl or not name.startswith("trl")]
-    results = [run_apart(name, arguments) for name in names]
-    print_table(results, rate)
+    print(f"{'variant':22} {'tokens/s':>9} {'positions/s':>12} {'of limit':>9} {'peak GiB':>9}")
+    for name in VARIANTS:
+        if arguments.trl or name != "trl":
+            print_row(run_apart(name, arguments), rate)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -114,14 +115,13 @@ def run_apart(name: str, arguments: argparse.Namespace) -> Result:
     return Result(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def print_table(results: Sequence[Result], rate: float) -> None:
-    print(f"{'variant':22} {'tokens/s':>9} {'positions/s':>12} {'of limit':>9} {'peak GiB':>9}")
-    for one in results:
-        limit = f"{one.flops / rate / one.step_s:.0%}" if one.flops is not None else "-"
-        print(
-            f"{one.name:22} {one.num_tokens / one.step_s:9.0f} "
-            f"{one.num_positions / one.step_s:12.0f} {limit:>9} {one.peak_bytes / 2**30:9.2f}"
-        )
+def print_row(one: Result, rate: float) -> None:
+    limit = f"{one.flops / rate / one.step_s:.0%}" if one.flops is not None else "-"
+    print(
+        f"{one.name:22} {one.num_tokens / one.step_s:9.0f} "
+        f"{one.num_positions / one.step_s:12.0f} {limit:>9} {one.peak_bytes / 2**30:9.2f}",
+        flush=True,
+    )
 
 
 def set_up(arguments: argparse.Namespace, *, vocab_size: int | None, cached: bool) -> Setup:
