@@ -16,6 +16,7 @@ from train.config import TrainConfig
 from train.interrupts import StopRequest
 from train.job import Job
 from train.material import Material, prepare
+from train.plan import Machine, planned_stages
 from train.run_log import RunLog
 from train.stages import Training, load_training
 
@@ -31,12 +32,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield root
 
 
-@contextmanager
-def prepared(run_dir: Path, *overrides: str) -> Iterator[tuple[Job, Material]]:
-    """A run that has everything that its drafter learns from."""
+def composed(*overrides: str) -> TrainConfig:
     with initialize_config_module("conf", version_base="1.3"):
         config = OmegaConf.to_object(compose("train", overrides=[*SMALL, *overrides]))
     assert isinstance(config, TrainConfig)
+    return config
+
+
+@contextmanager
+def prepared(run_dir: Path, *overrides: str) -> Iterator[tuple[Job, Material]]:
+    """A run that has everything that its drafter learns from."""
+    config = composed(*overrides)
     run_dir.mkdir()
     with StopRequest() as stop:
         log = RunLog(run_dir, config.tracking, is_main=True, name=config.name, config={})
@@ -92,7 +98,21 @@ def test_answers_of_another_template_are_refused(folder: Path):
 
 
 def test_a_loss_that_the_form_would_bias_is_refused_before_anything_is_loaded():
-    with initialize_config_module("conf", version_base="1.3"):
-        settings = compose("train", overrides=[*SMALL, "loss=jsd", "signals.form=sparse"])
     with pytest.raises(ValueError, match=r"jsd with signals\.form=sparse"):
-        OmegaConf.to_object(settings)
+        composed("loss=jsd", "signals.form=sparse")
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_read_again"),
+    [
+        ("signals.form=hidden", False),
+        ("signals.form=live", False),
+        ("signals.form=sparse", True),
+        ("answers.keep_states=false", True),
+        ("answers.server.url=http://localhost:8000/v1", True),
+    ],
+)
+def test_the_plan_names_the_reading_of_answers_without_signal(setting: str, is_read_again: bool):
+    machine = Machine("some", flops_per_s=1e11, bytes_per_s=1e10)
+    names = [stage.name for stage in planned_stages(composed(setting), machine)]
+    assert ("signals" in names) is is_read_again

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from distill.signal_forms import SignalForm
 from specdec_runtime.assets import cache_folder
 from specdec_runtime.machine import matmul_flops_per_s
 from specdec_runtime.model_names import DEFAULT_TARGET, TINY_TARGET
@@ -94,10 +95,24 @@ def planned_stages(config: TrainConfig, machine: Machine) -> list[PlannedStage]:
         PlannedStage("target", LOAD_S if fetched else FETCH_S, "fetched and converted once"),
         PlannedStage("prompts", prompts_s, "that the target writes; then from the cache"),
         PlannedStage("answers", answers_s, known),
+        *_signals(config, machine, num_parameters or 0, tokens),
         PlannedStage("drafter made and measured", 20.0),
         PlannedStage("training", (budget or 0) * 60, steps),
         PlannedStage("evaluation", config.evaluation.time_limit_s, "of the exported folder"),
     ]
+
+
+def _signals(
+    config: TrainConfig, machine: Machine, num_parameters: int, num_tokens: int
+) -> list[PlannedStage]:
+    """Reading the answers once more, where their signal was not recorded while they were written."""
+    form, answers = config.signals.form, config.answers
+    recorded = answers.keep_states and answers.server.url is None and config.answers_folder is None
+    if form is SignalForm.live or (form is SignalForm.hidden and recorded):
+        return []
+    rate = machine.flops_per_s * PREFILL_EFFICIENCY
+    seconds = 2 * num_parameters * num_tokens / rate
+    return [PlannedStage("signals", seconds, "of all answers; then from the cache")]
 
 
 def _num_self_prompts(config: TrainConfig) -> float:
