@@ -160,6 +160,24 @@ def test_two_steps_move_every_trainable_parameter_and_nothing_else(
     assert all(torch.equal(value, now[key]) for key, value in target_before.items())
 
 
+def test_dropout_is_on_for_the_drafter_while_it_trains_and_never_for_the_target() -> None:
+    target = tiny_llama(0)
+    target.config.attention_dropout = 0.5
+    for layer in target.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    module = layers_of_target(target, [0])
+    model = as_target(target.train()).model
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(4))
+    batch = BatchStream(_examples(target.eval(), 4), max_tokens=4096, seed=0)(0)
+    target.train()
+    scored = [model.forward(ids, model.new_cache(2, 12)).logits for _ in range(2)]
+    assert torch.equal(scored[0], scored[1])
+    for training, same in ((True, False), (False, True)):
+        module.train(training)
+        found = [states(module, batch) for _ in range(2)]
+        assert torch.equal(found[0], found[1]) == same
+
+
 def test_adapters_start_as_the_stock_model_and_merge_without_a_difference(
     tiny_target: PreTrainedModel, tmp_path: Path
 ) -> None:

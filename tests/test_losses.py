@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill.chunked_head import head_loss
 from distill.comparison import Comparison
@@ -26,6 +27,7 @@ from distill.losses import (
 )
 from distill.position_weights import WeightScheme, WeightsConfig
 from distill.signals import TargetHead, TargetRows
+from distill.weighing import weigh_texts
 
 ALL = list(LossName)
 KINKED = (
@@ -172,6 +174,22 @@ def test_the_gradient_of_neg_log_overlap_is_that_of_the_total_variation_over_the
     torch.testing.assert_close(of_log, of_tv / overlap(draft, target).detach()[:, None])
 
 
+def test_from_scratch_the_total_variation_has_no_gradient_to_speak_of_and_its_log_has():
+    """Gradient norms of a uniform draft over V tokens when the target wants k of them: about
+    1 / sqrt(k) for the KL and -log overlap, sqrt(k) / V for the total variation (arXiv:2602.23881)."""
+    size, wanted = 4000, 16
+    target = torch.full((1, size), -torch.inf, dtype=torch.float64)
+    target[0, :wanted] = -math.log(wanted)
+    norms = []
+    for loss in (forward_kl, neg_log_overlap, total_variation):
+        draft = torch.zeros(1, size, dtype=torch.float64, requires_grad=True)
+        loss(draft, target).sum().backward()
+        norms.append(float(draft.grad.norm()))
+    assert norms[0] == pytest.approx(wanted**-0.5, rel=0.01)
+    assert norms[1] == pytest.approx(wanted**-0.5, rel=0.01)
+    assert norms[2] == pytest.approx(wanted**0.5 / size, rel=0.01)
+
+
 def test_neg_log_overlap_of_a_one_hot_target_is_the_cross_entropy():
     draft, _, labels = random_pair(8)
     one_hot = torch.full_like(draft, -torch.inf).scatter(1, labels[:, None], 0.0)
@@ -267,6 +285,37 @@ def test_chunked_loss_and_gradients_equal_the_unchunked_ones(name, vocab, temper
         )
         assert sums.num_compared == len(hidden)
         torch.testing.assert_close(sums.kept_mass, log_probs.exp().sum(), rtol=1e-5, atol=1e-5)
+
+
+class LargestTensors(TorchDispatchMode):
+    """Notes the number of elements of every tensor that is made while it is active."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        parts = made if isinstance(made, tuple | list) else [made]
+        self.sizes += [part.numel() for part in parts if isinstance(part, torch.Tensor)]
+        return made
+
+
+@pytest.mark.parametrize("name", [LossName.lk_hybrid, LossName.jsd, LossName.expected_length])
+def test_no_more_than_a_chunk_of_logits_ever_exists(name):
+    positions, size, chunk = 96, 500, 8
+    hidden, target, rows, labels = head_case(17, positions=positions, size=size)
+    config = LossConfig(name=name, chunk_tokens=chunk)
+    states = hidden.clone().requires_grad_()
+    weigh = weigh_texts(config, torch.arange(positions))
+    with LargestTensors() as seen:
+        head_loss(
+            states, target.kept_weight, target, rows, labels, config, weigh=weigh
+        ).loss.backward()
+    assert max(seen.sizes) == chunk * size
+    # The rows that the softmax sees are the loss positions, each of them once a model.
+    made = sum(count == chunk * size for count in seen.sizes)
+    assert made >= 2 * positions // chunk
 
 
 def test_a_frozen_head_gets_no_gradient_and_no_gradient_is_computed_without_autograd():

@@ -18,7 +18,7 @@ from tests.conftest import tiny_llama
 from train.wiring import FirstTokens, check_wiring, decode_texts, require_agreement, teacher_forced
 
 CPU = torch.device("cpu")
-PROMPTS = [[1, n, 5 + n] for n in range(3, 51)]
+PROMPTS = [[1, n, 5 + n] for n in range(3, 43)]
 KINDS = ["causal_lm", "early_exit"]
 MEASURED = LossConfig(name=LossName.forward_kl, temperature=1.0)
 
@@ -60,7 +60,7 @@ def test_training_and_runtime_agree_about_a_drafter_before_training(kind, target
     recipe = recipe_of(kind, target, module)
     found = checked(target, recipe, recipe.drafter(engine=Engine.auto))
     assert [one.temperature for one in found] == [0.0, 1.0]
-    assert all(one.num_rounds > 300 for one in found)
+    assert all(one.num_rounds > 250 for one in found)
     assert found[0].decoded == pytest.approx(found[0].teacher_forced, abs=0.005)
 
 
@@ -83,7 +83,7 @@ def test_one_conversation_learnt_by_heart_is_accepted_as_teacher_forcing_says(ki
     terms = recipe.objective(LossConfig(name=LossName.hard_labels))
     optimizer = torch.optim.Adam([p for p in recipe.module.parameters() if p.requires_grad], 1e-2)
     batch = BatchStream([example], max_tokens=100, seed=0)(0)
-    for _ in range(120):
+    for _ in range(80):
         optimizer.zero_grad()
         terms(recipe.module, batch).loss_sum.div(batch.num_tokens).backward()
         optimizer.step()
