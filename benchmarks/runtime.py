@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.variants import Prompts, Variant, measured, our_variants, their_variants
-from distill.prompts import mt_bench
+from distill.embedded_prompts import mt_bench
 from specdec_runtime import SpeculativeDecoder, load_drafter, load_target
 from specdec_runtime.draft import Drafter
 from specdec_runtime.results import Chunk

@@ -1,6 +1,7 @@
 """Whether evaluation prompts occur in training: exactly, up to spelling, or nearly.
 
-Compared are the messages of users, one by one and joined. Two texts are the same if their letters
+Compared is what users say: of a training prompt each message and all of them joined, of an evaluation
+prompt the whole and its longer messages ("go on" is in every second conversation). Two texts are the same if their letters
 and digits are; they are nearly the same by the share of three-word sequences that they have in
 common: of both together (Jaccard), and where an evaluation prompt is long enough to be recognised
 inside a longer text, of its own. Exact counts over an index of the evaluation's sequences; no
@@ -13,9 +14,11 @@ from dataclasses import dataclass
 
 from distill.prompt import Prompt, letters, user_texts, words
 
-NEAR = 0.8  # "the same question with a word or two changed"
+# "The same question with a word changed"; another topic in one sentence of a template is below it.
+NEAR = 0.85
 _SHINGLE_WORDS = 3
-_LONG = 12  # sequences of an evaluation prompt that is looked for inside longer texts
+_OWN_WORDS = 8  # of a message that stands for itself in a conversation
+_LONG = 20  # sequences of an evaluation prompt that is looked for inside longer texts
 
 Shingles = frozenset[tuple[str, ...]]
 
@@ -44,7 +47,7 @@ def find_overlaps(
     index = _Index(evaluation)
     found = []
     for prompt in train:
-        best = max((index.closest(text) for text in _texts(prompt)), key=lambda one: one[0])
+        best = max((index.closest(text) for text in _all_messages(prompt)), key=lambda one: one[0])
         similarity, owner = best
         if similarity >= near and owner is not None:
             found.append(Overlap(prompt.id, owner[0], owner[1], similarity))
@@ -76,7 +79,7 @@ class _Index:
         self._holders: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
         for suite, prompts in evaluation.items():
             for prompt in prompts:
-                for text in _texts(prompt):
+                for text in _whole_and_long(prompt):
                     self._add(text, (suite, prompt.id))
 
     def _add(self, text: str, owner: tuple[str, str]) -> None:
@@ -104,8 +107,14 @@ class _Index:
         return min(best, 0.999), closest  # not the same: 1 is kept for what is
 
 
-def _texts(prompt: Prompt) -> list[str]:
-    """The users' messages, and all of them joined where there are several."""
+def _whole_and_long(prompt: Prompt) -> list[str]:
+    texts = user_texts(prompt)
+    if len(texts) < 2:
+        return texts
+    return ["\n".join(texts), *(text for text in texts if len(words(text)) >= _OWN_WORDS)]
+
+
+def _all_messages(prompt: Prompt) -> list[str]:
     texts = user_texts(prompt)
     return texts if len(texts) < 2 else [*texts, "\n".join(texts)]
 

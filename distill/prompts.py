@@ -1,46 +1,24 @@
 """Prompts: what the target is asked, for training and for evaluation, and never the same for both.
 
-The embedded default mix, all of it from packages whose licence allows it:
-
-| source          | what                                      | from                       | licence      |
-|-----------------|-------------------------------------------|----------------------------|--------------|
-| self_prompted   | user turns that the target itself writes  | the target                 | its own      |
-| tasks           | "Write a short story about {topic}", ...  | ours; topics from SQuAD    | CC BY-SA 4.0 |
-| questions       | questions alone                           | SQuAD 2.0 dev              | CC BY-SA 4.0 |
-| reading         | a paragraph and a question on it          | SQuAD 2.0 dev              | CC BY-SA 4.0 |
-| summaries       | "Summarize ..." and a paragraph           | SQuAD 2.0 dev              | CC BY-SA 4.0 |
-| word_problems   | grade-school word problems, seeded        | reasoning-gym gsm_symbolic | Apache-2.0   |
-| (mt_bench)      | 80 questions, evaluation only             | FastChat                   | Apache-2.0   |
-| (sharegpt)      | first messages of users; opt-in only      | ShareGPT V3                | none stated  |
-
-A user's own file or data set replaces the mix, or is mixed with it by weight. Which prompts are
-held out is decided by a hash of what they are about, so it is the same in every run, and two
-prompts on one paragraph never end up on different sides. What is in the evaluation, word for word
-or nearly, is left out of training.
+Where none are given, they come from `embedded_prompts.py`; a user's own file or data set replaces
+that mix, or is mixed with it by weight. Which prompts are held out is decided by a hash of what
+they are about, so it is the same in every run, and two prompts on one paragraph never end up on
+different sides. What is in the evaluation, word for word or nearly, is left out of training.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from distill.conversations import Turns, conversation_of, prompts_of
+from distill.embedded_prompts import SUITES, SelfPrompting, Source, embedded_prompts
 from distill.mixture import distinct, mixture, split
 from distill.overlap import Overlap, describe, find_overlaps
 from distill.prefixes import SOURCE as PREFIXES
 from distill.prefixes import prompts_begun, read_prefixes, without_prompts
-from distill.prompt import Prompt, asked
-from distill.prompt_sources import (
-    mt_bench_questions,
-    sharegpt_openings,
-    squad_questions,
-    squad_reading,
-    squad_summaries,
-    squad_tasks,
-    word_problems,
-)
+from distill.prompt import Prompt
 from distill.rows import DatasetConfig, dataset_config, read_rows
 from distill.templates import ChatTemplate
 
@@ -49,28 +27,12 @@ log = logging.getLogger(__name__)
 _FILE = "file"  # name of the data set that prompts.file is
 
 
-class Source(Enum):
-    """Where a prompt of the mix comes from."""
-
-    self_prompted = "self_prompted"
-    tasks = "tasks"
-    questions = "questions"
-    reading = "reading"
-    summaries = "summaries"
-    word_problems = "word_problems"
-    sharegpt = "sharegpt"
-
-
 class PromptSets(NamedTuple):
     """Disjoint sets of prompts."""
 
     train: list[Prompt]
     suites: dict[str, list[Prompt]]  # for evaluation; held_out is of the same kinds as train
     overlaps: list[Overlap]  # what was left out of training, as it is in the evaluation
-
-
-# (number of prompts, seed) -> texts of user turns that the target wrote
-SelfPrompting = Callable[[int, int], list[str]]
 
 
 @dataclass(kw_only=True)
@@ -189,7 +151,11 @@ def load_prompts(
     for name, share in shares.items():
         if name not in candidates:
             part = share / sum(shares.values())
-            candidates[name] = _candidates(Source(name), part, config, self_prompting)
+            fraction = config.held_out_fraction
+            wanted = max(config.num_train / (1 - fraction), config.num_held_out / fraction)
+            candidates[name] = distinct(
+                embedded_prompts(Source(name), part * wanted, config.seed, self_prompting)
+            )
     sides: dict[bool, dict[str, list[Prompt]]] = {False: {}, True: {}}
     for name, prompts in candidates.items():
         for is_held_out, side in split(prompts, config.held_out_fraction).items():
@@ -201,12 +167,11 @@ def load_prompts(
         sides[False][PREFIXES] = prefixes
         rest = sum(shares.values())
         shares = shares | {PREFIXES: rest * config.prefix_share / (1 - config.prefix_share)}
-    evaluation = {"held_out": _held_out(sides[True], suites, config), **suites}
-    overlaps = find_overlaps((p for side in sides[False].values() for p in side), evaluation)
+    held_out, _ = _without_overlaps(sides[True], config.shares, config.num_held_out, suites, config)
+    evaluation = {"held_out": held_out, **suites}
+    train, overlaps = _without_overlaps(sides[False], shares, config.num_train, evaluation, config)
     if overlaps:
-        log.warning(describe(overlaps))
-    in_evaluation = {one.train_id for one in overlaps}
-    train = mixture(sides[False], shares, config.num_train, seed=config.seed, without=in_evaluation)
+        log.warning("%s", describe(overlaps))
     _require_prompts({"train": train, **evaluation})
     return PromptSets(train, evaluation, overlaps)
 
@@ -246,15 +211,6 @@ def read_dataset(dataset: DatasetConfig, name: str, turns: Turns = Turns.last) -
     return found
 
 
-def mt_bench() -> list[Prompt]:
-    """The first turns of MT-bench's 80 questions."""
-    return [asked("mt_bench", text) for text in mt_bench_questions()]
-
-
-# Evaluation suites that come with the product, by name.
-SUITES: dict[str, Callable[[], list[Prompt]]] = {"mt_bench": mt_bench}
-
-
 def _prefixes(
     path: str,
     suites: dict[str, list[Prompt]],
@@ -280,18 +236,27 @@ def _prefixes(
     return kept, {name: [p for p in side if p.id not in begun] for name, side in held_out.items()}
 
 
-def _held_out(
-    candidates: dict[str, list[Prompt]], suites: dict[str, list[Prompt]], config: PromptsConfig
-) -> list[Prompt]:
-    """Held-out prompts of the same kinds as the training prompts, none of which a suite asks too."""
-    twice = find_overlaps((p for side in candidates.values() for p in side), suites)
-    return mixture(
-        candidates,
-        config.shares,
-        config.num_held_out,
-        seed=config.seed,
-        without={one.train_id for one in twice},
-    )
+def _without_overlaps(
+    candidates: dict[str, list[Prompt]],
+    shares: dict[str, float],
+    size: int,
+    evaluation: dict[str, list[Prompt]],
+    config: PromptsConfig,
+) -> tuple[list[Prompt], list[Overlap]]:
+    """A mixture of prompts that are not in the evaluation, and those that others took the place of.
+
+    Only what is taken is compared, as a data set may hold far more than is needed.
+    """
+    overlaps: list[Overlap] = []
+    compared: set[str] = set()
+    while True:
+        out = {one.train_id for one in overlaps}
+        taken = mixture(candidates, shares, size, seed=config.seed, without=out)
+        found = find_overlaps((p for p in taken if p.id not in compared), evaluation)
+        if not found:
+            return taken, overlaps
+        compared |= {prompt.id for prompt in taken}
+        overlaps += found
 
 
 def _require_prompts(sets: dict[str, Sequence[Prompt]]) -> None:
@@ -301,27 +266,3 @@ def _require_prompts(sets: dict[str, Sequence[Prompt]]) -> None:
                 f"no prompt is left for {name}: give more prompts, or another "
                 "prompts.held_out_fraction"
             )
-
-
-def _candidates(
-    source: Source, share: float, config: PromptsConfig, self_prompting: SelfPrompting | None
-) -> list[Prompt]:
-    """Enough prompts of one source for both sides of the split, and some to spare."""
-    fraction = config.held_out_fraction
-    wanted = share * max(config.num_train / (1 - fraction), config.num_held_out / fraction)
-    # The split is by hash, so a side may get less than its part; what costs nothing is oversupplied.
-    count = round(wanted * (1.05 if source is Source.self_prompted else 1.5)) + 8
-    name, seed = source.value, config.seed
-    if source is Source.self_prompted:
-        if self_prompting is None:
-            raise ValueError("prompts.sources.self_prompted needs a target that writes them")
-        return distinct([asked(name, text) for text in self_prompting(count, seed)])
-    makers: dict[Source, Callable[[int, int], list[tuple[str, str]]]] = {
-        Source.tasks: squad_tasks,
-        Source.questions: squad_questions,
-        Source.reading: squad_reading,
-        Source.summaries: squad_summaries,
-        Source.word_problems: word_problems,
-        Source.sharegpt: sharegpt_openings,
-    }
-    return distinct([asked(name, text, about) for text, about in makers[source](count, seed)])

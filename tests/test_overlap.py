@@ -23,7 +23,8 @@ def test_spelling_and_punctuation_hide_nothing():
 
 def test_a_few_changed_words_are_nearly_the_same_and_another_question_is_not():
     (near,) = found(QUESTION.replace("two popular", "three popular"))
-    assert 0.8 <= near.similarity < 1
+    assert 0.85 <= near.similarity < 1
+    assert not found("Who was Marie Antoinette?")
     assert not found("Imagine you are writing a blog post about two cities.", "Who was Rosa Parks?")
 
 
@@ -43,6 +44,17 @@ def test_every_user_message_of_a_conversation_is_compared():
     (overlap,) = find_overlaps([make_prompt("train", chat)], EVALUATION)
     assert overlap.evaluation_id == EVALUATION["suite"][1].id
     assert not find_overlaps([make_prompt("train", chat[:1])], EVALUATION)
+
+
+def test_a_short_message_that_follows_is_no_overlap():
+    def chat(*texts):
+        return make_prompt("t", [{"role": "user", "content": text} for text in texts])
+
+    evaluation = {"suite": [chat("Who was Rosa Parks?", "Are you sure?"), chat("hi", QUESTION)]}
+    assert not find_overlaps([chat("Who was Max Planck?", "Are you sure?")], evaluation)
+    assert not find_overlaps([chat("hi")], evaluation)
+    (overlap,) = find_overlaps([chat(QUESTION)], evaluation)
+    assert overlap.is_exact
 
 
 def test_scripts_without_spaces_are_compared_by_character():

@@ -52,7 +52,8 @@ def check_overlap(
             Level.note,
             "overlap_left_out",
             f"{len(left_out)} prompts are in the evaluation ({exact} exactly, "
-            f"{len(left_out) - exact} nearly) and are not trained on",
+            f"{len(left_out) - exact} nearly) and are not trained on, such as {left_out[0].train_id}, "
+            f"which is {left_out[0].similarity:.0%} of {left_out[0].evaluation_id}",
         )
         return
     asked = {tuple(template.prompt_ids(p)): p.id for suite in evaluation.values() for p in suite}

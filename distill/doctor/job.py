@@ -19,9 +19,10 @@ from distill.doctor.statistics import Statistics, check_statistics, statistics_o
 from distill.doctor.template_checks import check_template
 from distill.doctor.terminal import show
 from distill.doctor.tokenizer_checks import check_tokenizer
+from distill.embedded_prompts import SUITES, Source
 from distill.overlap import Overlap
 from distill.prompt import Prompt
-from distill.prompts import SUITES, PromptsConfig, Source, load_prompts, read_own
+from distill.prompts import PromptsConfig, load_prompts, read_own
 from distill.target_choice import TargetChoice
 from distill.templates import ChatTemplate
 from specdec_runtime.tokenizers import tokenizer_hash

@@ -27,8 +27,9 @@ h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 ul.findings { list-style: none; padding: 0; }
 ul.findings li { background: var(--card); border-left: 4px solid; padding: .5rem .8rem;
   margin: .4rem 0; }
-li.error { border-color: var(--error); } li.warning { border-color: var(--warning); }
-li.note { border-color: var(--note); } li b { text-transform: capitalize; }
+ul.findings li.error { border-color: var(--error); }
+ul.findings li.warning { border-color: var(--warning); }
+ul.findings li.note { border-color: var(--note); } li b { text-transform: capitalize; }
 li.error b { color: var(--error); } li.warning b { color: var(--warning); }
 li.note b { color: var(--note); } li .remedy { color: var(--dim); display: block; }
 table { border-collapse: collapse; } td { padding: .15rem 1.2rem .15rem 0; vertical-align: top; }
@@ -36,7 +37,7 @@ td:first-child { color: var(--dim); }
 .bars { display: grid; grid-template-columns: 7rem 1fr; gap: 2px .8rem; font-size: .85rem; }
 .bars i { display: block; background: var(--bar); height: 100%; min-width: 1px; }
 .bars div { display: grid; grid-template-columns: 1fr 3rem; gap: .5rem; }
-.bars span:first-child { color: var(--dim); text-align: right; }
+.bars > span { color: var(--dim); text-align: right; }
 details { background: var(--card); margin: .5rem 0; padding: .5rem .8rem; }
 summary { cursor: pointer; }
 pre { font: 13px/1.55 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }

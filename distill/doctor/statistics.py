@@ -15,6 +15,7 @@ from distill.templates import ChatTemplate
 
 _BARS = 20  # of the length histogram
 _LITTLE_COVERED = 0.95
+_FOLDS = 5
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Statistics:
         lengths: tokens of each row. trained: those of them that carry loss.
         padding: share of the positions of an epoch's batches that are padding.
         batches: micro-batches of an epoch; 0 if nothing is trained on yet.
-        covered: share of the answers' tokens that a reduced vocabulary holds, chosen on every
-            other answer and measured on the rest; None if there are no answers.
+        covered: share of the answers' tokens that a reduced vocabulary holds, each fifth of the
+            answers measured with the vocabulary of the others; None if there are no answers.
     """
 
     sources: dict[str, int]
@@ -118,5 +119,12 @@ def _covered(
     answers = [torch.tensor(row.token_ids[row.prompt_length :]) for row in rows if row.num_trained]
     if size is None or not len(always) <= size <= real_vocab_size or len(answers) < 2:
         return None
-    chosen = most_frequent(token_counts(answers[::2], real_vocab_size), size, always=always)
-    return coverage(chosen, token_counts(answers[1::2], real_vocab_size))
+    shares, total = 0.0, 0
+    for fold in range(_FOLDS):
+        held = token_counts(answers[fold::_FOLDS], real_vocab_size)
+        others = [answer for i, answer in enumerate(answers) if i % _FOLDS != fold]
+        chosen = most_frequent(token_counts(others, real_vocab_size), size, always=always)
+        if int(held.sum()):
+            shares += coverage(chosen, held) * int(held.sum())
+            total += int(held.sum())
+    return shares / total
