@@ -36,6 +36,9 @@ _REFUSED = {
 }
 
 
+_KEPT_TOKENS = 256  # of each row's newest, with their states: deeper than any draft
+
+
 def remembers(processor: LogitsProcessor) -> bool:
     """Whether a processor may change when it is called; of unknown ones that is assumed."""
     is_known = type(processor).__module__.startswith("transformers.")
@@ -77,6 +80,7 @@ class ProcessorStates:
         for index in sorted(range(len(rows)), key=lambda i: len(histories[i])):
             row, tokens = rows[index], tuple(histories[index])
             known = self._after[row]
+            assert tokens[:-1] in known or not known, "the position in front was forgotten"
             processors = _copied(known.get(tokens[:-1], self._fresh))
             score = scores[index : index + 1]
             input_ids = torch.tensor([tokens], dtype=torch.int64, device=scores.device)
@@ -90,13 +94,13 @@ class ProcessorStates:
         return processed
 
     def _forget(self, rows: Sequence[int], histories: Sequence[Sequence[int]]) -> None:
-        """Drop what lies further back than one token in front of these positions."""
+        """Drop what lies too far back to be the start of a draft that is under way."""
         shortest: dict[int, int] = {}
         for row, history in zip(rows, histories, strict=True):
             shortest[row] = min(len(history), shortest.get(row, len(history)))
         for row, length in shortest.items():
             known = self._after[row]
-            for tokens in [tokens for tokens in known if len(tokens) < length - 1]:
+            for tokens in [tokens for tokens in known if len(tokens) < length - _KEPT_TOKENS]:
                 del known[tokens]
 
 
