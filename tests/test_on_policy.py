@@ -112,7 +112,9 @@ def test_the_objective_adds_the_decayed_reverse_kl_of_the_refused_drafts(target,
             logits_at(recipe.module, again), logits_at(module, again).log_softmax(-1)
         )
     expected = own.mean() + 0.5 * (again.weights * refused).sum() / again.weights.sum()
-    assert float(terms.loss_sum / terms.num_tokens) == pytest.approx(float(expected), rel=1e-4)
+    assert float(terms.loss_sum.detach()) / terms.num_tokens == pytest.approx(
+        float(expected), rel=1e-4
+    )
     terms.loss_sum.backward()
     plain = both(recipe.module, replace(batch, replay=None))
     assert plain.counts.keys() == terms.counts.keys()
