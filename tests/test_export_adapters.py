@@ -42,7 +42,7 @@ def test_the_merged_export_is_the_unmerged_model(folders, tmp_path):
     done = export(adapter, tmp_path / "out", engine="transformers", target=str(target))
     found = AutoModelForCausalLM.from_pretrained(done.folder)
     assert not found.config.tie_word_embeddings
-    assert torch.allclose(found(IDS).logits, expected, atol=2 * CLOSE)
+    assert float((found(IDS).logits - expected).abs().max()) < CLOSE * float(expected.abs().max())
     assert not torch.allclose(expected, before, atol=0.1)
 
 

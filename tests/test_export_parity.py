@@ -2,25 +2,37 @@
 
 import json
 import shutil
+from contextlib import redirect_stdout
 from io import StringIO
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from specdec_runtime.stats import AcceptanceStats
-from tests.export_folders import write_causal_lm, write_eagle3, write_target
+from tests.export_folders import toy_tokenizer, write_causal_lm, write_eagle3, write_target
 from train.export.causes import likely_causes
 from train.export.exporting import export
-from train.export.observation import NUM_CONTEXTS, Observation
-from train.export.parity import EXACT, compare, observed_elsewhere
+from train.export.observation import NUM_CONTEXTS, QUESTIONS, Observation
+from train.export.parity import EXACT, compare
 from train.export.parity_process import main
 from train.export.registry import FORMATS
 from train.export.runtime_folder import runtime_folder
 
 
+def answered(request: dict) -> list[dict]:
+    """What the clean process writes; run in this one, since its start alone takes seconds.
+
+    The smoke run of tests/test_train_cli.py starts a real one.
+    """
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as said:
+        patch.setattr("sys.stdin", StringIO(json.dumps(request)))
+        main()
+    return json.loads(said.getvalue())
+
+
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory):
-    """Name -> what a clean process saw, all in one process: drafters, their exports, wrong ones."""
+    """Name -> what the gate's process saw of it: drafters, their exports, wrong ones."""
     root = tmp_path_factory.mktemp("parity")
     target = write_target(root / "target")
     folders = {
@@ -54,9 +66,18 @@ def observed(tmp_path_factory):
     shifted = load_file(path)
     shifted["d2t"] = (shifted["d2t"] + 3).clamp_max(100)
     save_file(shifted, path)
-    found = observed_elsewhere(
-        str(target), list(folders.values()), settings={"num_draft_tokens": 3}
-    )
+    tokenizer = toy_tokenizer()
+    prompts = [tokenizer(question).input_ids for question in QUESTIONS[:6]]
+    request = {
+        "target": str(target),
+        "target_options": {},
+        "template_options": {},
+        "prompts": prompts,
+        "asks": True,
+        "folders": [str(folder) for folder in folders.values()],
+        "settings": {"num_draft_tokens": 3},
+    }
+    found = [Observation.of_json(content) for content in answered(request)]
     return dict(zip(folders, found, strict=True))
 
 
@@ -100,18 +121,18 @@ def test_acceptance_beyond_the_interval_and_other_text_are_problems():
     assert found[1].startswith("acceptance at position 0 is 0.000, the drafter's 1.000")
 
 
-def test_the_process_names_a_folder_that_does_not_load(tmp_path, monkeypatch):
+def test_the_process_names_a_folder_that_does_not_load(tmp_path):
     request = {
         "target": str(write_target(tmp_path / "target")),
         "target_options": {},
         "template_options": {},
         "prompts": [[3, 4]],
+        "asks": True,
         "folders": [str(tmp_path / "gone")],
         "settings": {"num_draft_tokens": 1, "max_new_tokens": 1},
     }
-    monkeypatch.setattr("sys.stdin", StringIO(json.dumps(request)))
     with pytest.raises(SystemExit, match=r"^error: .*gone"):
-        main()
+        answered(request)
 
 
 def test_likely_causes_name_the_one_that_differs(tmp_path):

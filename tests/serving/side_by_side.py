@@ -152,11 +152,13 @@ def first_differences(
     return found
 
 
-def compare(drafter: Path, engines: Sequence[str], *, max_new_tokens: int, number: int) -> int:
+def compare(
+    drafter: Path, engines: Sequence[str], *, max_new_tokens: int, number: int, num_prompts: int
+) -> int:
     """Prints the table; the number of engines that differ."""
     source = read_source(drafter, target=None, num_draft_tokens=number)
     target = load_target(source.target.record, dtype=torch.float32)
-    prompts = fixed_prompts(target, source.manifest.template_options)
+    prompts = fixed_prompts(target, source.manifest.template_options)[:num_prompts]
     settings = {"num_draft_tokens": source.num_draft_tokens, "max_new_tokens": max_new_tokens}
     plain = measure_acceptance(target, None, prompts, **settings).token_ids
     ours = measure_acceptance(target, load_drafter(drafter, target), prompts, **settings)
@@ -200,6 +202,7 @@ def main() -> int:
     parser.add_argument("--engines", default="transformers,llamacpp,vllm")
     parser.add_argument("--num-draft-tokens", type=int, default=3)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-prompts", type=int, default=12)
     given = parser.parse_args()
     return bool(
         compare(
@@ -207,6 +210,7 @@ def main() -> int:
             given.engines.split(","),
             max_new_tokens=given.max_new_tokens,
             number=given.num_draft_tokens,
+            num_prompts=given.num_prompts,
         )
     )
 
