@@ -1,11 +1,11 @@
 """Whether evaluation prompts occur in training: exactly, up to spelling, or nearly.
 
-Compared is what users say: of a training prompt each message and all of them joined, of an evaluation
-prompt the whole and its longer messages ("go on" is in every second conversation). Two texts are the same if their letters
-and digits are; they are nearly the same by the share of three-word sequences that they have in
-common: of both together (Jaccard), and where an evaluation prompt is long enough to be recognised
-inside a longer text, of its own. Exact counts over an index of the evaluation's sequences; no
-sketches, as an evaluation is small.
+Compared is what users say: of a training prompt each message and all of them joined, of an
+evaluation prompt the whole and its longer messages ("go on" is in every second conversation). Two
+texts are the same if their letters and digits are; they are nearly the same by the share of
+three-word sequences that they have in common: of both together (Jaccard), and where an evaluation
+prompt is long enough to be recognised inside a longer text, of its own. Exact counts over an index
+of the evaluation's sequences; no sketches, as an evaluation is small.
 """
 
 from collections import Counter, defaultdict

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 from specdec_runtime.chat import encode_chat
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Drafter
-from specdec_runtime.formats import is_drafter_folder, read_manifest
+from specdec_runtime.formats import DrafterManifest, is_drafter_folder, read_manifest
 from specdec_runtime.loading import load_drafter, load_target
 from specdec_runtime.results import Generation
 from specdec_runtime.target import Target
@@ -30,7 +30,8 @@ def run(options: argparse.Namespace) -> int:
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    target, drafter, recommended = _load(options)
+    target, drafter, manifest = _load(options)
+    recommended = manifest.recommended.get("num_draft_tokens") if manifest else None
     num_draft_tokens = options.num_draft_tokens
     if num_draft_tokens is None:
         num_draft_tokens = recommended or _DEFAULT_NUM_DRAFT_TOKENS
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     printer = _Printer(target.tokenizer, sys.stdout)
     generation = decoder.generate(
-        [_prompt_ids(target, prompt, as_chat=not options.no_template)],
+        [_prompt_ids(target, prompt, manifest, as_chat=not options.no_template)],
         max_new_tokens=options.max_new_tokens,
         stop_strings=options.stop,
         seed=options.seed,
@@ -50,23 +51,24 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _load(options: argparse.Namespace) -> tuple[Target, Drafter | None, int | None]:
-    """Target, drafter, and the draft length that the drafter recommends."""
+def _load(
+    options: argparse.Namespace,
+) -> tuple[Target, Drafter | None, DrafterManifest | None]:
+    """Target, drafter, and what the drafter's folder says of itself."""
+    manifest = None
     if options.drafter is None and is_drafter_folder(options.source):
         manifest = read_manifest(options.source)
         name, spec = options.target or manifest.target.name, options.source
-        recommended = manifest.recommended.get("num_draft_tokens")
     else:
         if options.target is not None and options.drafter is not None:
             raise ValueError(f"both {options.source!r} and --target name a target: give one")
         # A plain causal LM as the source is a drafter if --target names the target.
         name = options.target or options.source
         spec = options.source if options.target else options.drafter or "lookup"
-        recommended = None
         if is_drafter_folder(spec):
-            recommended = read_manifest(spec).recommended.get("num_draft_tokens")
+            manifest = read_manifest(spec)
     target = load_target(name, dtype=_dtype(options.dtype), engine=options.engine)
-    return target, load_drafter(spec, target, engine=options.engine), recommended
+    return target, load_drafter(spec, target, engine=options.engine), manifest
 
 
 def _dtype(name: str) -> torch.dtype | str:
@@ -85,11 +87,15 @@ def _sampling(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def _prompt_ids(target: Target, prompt: str, *, as_chat: bool) -> list[int]:
+def _prompt_ids(
+    target: Target, prompt: str, manifest: DrafterManifest | None, *, as_chat: bool
+) -> list[int]:
+    """The prompt as a chat turn, with the template options that the drafter was trained with."""
     tokenizer = target.tokenizer
     if not as_chat or not tokenizer.chat_template:
         return tokenizer(prompt).input_ids
-    return encode_chat(tokenizer, [{"role": "user", "content": prompt}])
+    template_options = manifest.template_options if manifest else {}
+    return encode_chat(tokenizer, [{"role": "user", "content": prompt}], template_options)
 
 
 class _Printer:

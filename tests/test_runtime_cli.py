@@ -12,6 +12,8 @@ from specdec_runtime import terminal
 from specdec_runtime.__main__ import main
 from specdec_runtime.formats import DrafterManifest, TargetRecord, write_drafter
 from specdec_runtime.results import Chunk
+from specdec_runtime.target import as_target
+from tests.chat_templates import chat_tokenizer
 from tests.conftest import tiny_llama
 from tests.tiny_tokenizers import byte_level_tokenizer
 
@@ -54,6 +56,22 @@ def test_a_drafter_folder_is_enough(folders, capsys):
     assert plain == text
     assert "acceptance" not in summary
     assert "\033[" not in text  # not a terminal
+
+
+def test_the_prompt_is_rendered_with_the_options_that_the_drafter_was_trained_with(tiny_target):
+    target = as_target(tiny_target)
+    target.tokenizer = chat_tokenizer("qwen3")
+    manifest = DrafterManifest(
+        kind="causal_lm",
+        target=TargetRecord(name=""),
+        template_options={"enable_thinking": False, "system_prompt": "Be brief."},
+    )
+    ids = terminal._prompt_ids(target, "hi", manifest, as_chat=True)
+    text = target.tokenizer.decode(ids)
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert text.endswith("<think>\n\n</think>\n\n")
+    plain = target.tokenizer.decode(terminal._prompt_ids(target, "hi", None, as_chat=True))
+    assert plain == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_options_reach_the_decoder(folders, capsys):
