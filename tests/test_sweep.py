@@ -1,6 +1,5 @@
 """Sweeps and repeated runs: every job is told apart, failures are seen, settings start again."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -37,7 +36,6 @@ def test_the_table_names_what_differs_and_puts_the_best_first():
         ["seed=0", "1.200", "0", "run0"],
         ["seed=1", "failed", "1", "it broke"],
     ]
-    assert math.isnan(jobs[1].outcome.objective)
 
 
 def swept(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> int | str | None:

@@ -87,7 +87,7 @@ def _run_command_line() -> int:
     sweep_dirs: list[Path] = []
     own_process = os.getpid()
 
-    def job(settings: "DictConfig") -> float:
+    def job(settings: "DictConfig") -> float | None:
         hydra_settings = HydraConfig.get()
         is_sweep = hydra_settings.mode is RunMode.MULTIRUN
         # Of a sweep's job, what starts it alone; it may run in a process of a launcher, too.
@@ -98,7 +98,7 @@ def _run_command_line() -> int:
         jobs.append(SweepJob(list(hydra_settings.overrides.task), outcome))
         if is_sweep:
             sweep_dirs.append(Path(hydra_settings.sweep.dir))
-        return outcome.objective
+        return outcome.score
 
     command = hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(job)
     try:

@@ -12,17 +12,13 @@ SUMMARY = "sweep.md"
 
 
 class Outcome(NamedTuple):
-    """How a job ended; `score`, the acceptance length, is what a sweep maximises."""
+    """How a job ended; `score`, the acceptance length, is what a sweep maximises. None marks a trial
+    as failed for Optuna, which goes on with the others."""
 
     exit_code: int
     score: float | None = None
     run_dir: Path | None = None
     message: str = ""  # what went wrong
-
-    @property
-    def objective(self) -> float:
-        """What a sweeper is told; nan marks a trial as failed and lets the sweep go on."""
-        return math.nan if self.score is None else self.score
 
 
 class SweepJob(NamedTuple):
