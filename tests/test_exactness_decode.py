@@ -9,7 +9,7 @@ negative controls are known mistakes in the decoder's parts; each has to fail th
 import pytest
 import torch
 
-from specdec_runtime import verifier
+from specdec_runtime import tree_drafting, verifier
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import ConfidenceThreshold, CostAware
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
@@ -25,14 +25,16 @@ from specdec_runtime.tree_growth import BestFirstTree, StaticTree
 from specdec_runtime.verification import Verification, verify_speculative
 from tests.conftest import tiny_llama
 from tests.table_model import TableModel
-from tests.toy_decodes import generated_law, plain_law
+from tests.toy_decodes import Paths, generated_law, plain_law
 from tests.toy_models import chi_squared, chi_squared_limit, largest_error, random_table
+from tests.toy_tree_decodes import siblings_by, tree_rule_by
 
 EXACT = 1e-6  # the models' float32
 WRONG = 5e-3  # what a negative control has to exceed
 RULES = ["speculative", "block"]
 PROMPT, LENGTH = [0, 1, 0], 4  # 16 texts
 NUM_PATHS = 768  # 2 first tokens, then rounds of at most 24, 8 and 2 paths
+NUM_TREE_PATHS = 1536
 TARGET = torch.tensor([[0.3, 0.7], [0.8, 0.2]], dtype=torch.float64)
 DRAFT = torch.tensor([[0.6, 0.4], [0.55, 0.45]], dtype=torch.float64)
 MODEL, DRAFT_MODEL = TableModel.by_token(TARGET), TableModel.by_token(DRAFT)
@@ -55,13 +57,14 @@ POLICIES = {
 }
 
 
-def error(drafter, num_draft_tokens, *, rule="speculative", model=MODEL, **settings):
+def error(drafter, num_draft_tokens, *, rule="speculative", model=MODEL, paths=None, **settings):
     """Largest error in the probability of any text."""
+    paths = Paths(NUM_PATHS) if paths is None else paths
     decoder = SpeculativeDecoder(
         Target(model=model), drafter, num_draft_tokens=num_draft_tokens, rule=rule
     )
     settings = {"temperature": 1.0, **settings}
-    found = generated_law(decoder, PROMPT, LENGTH, num_rows=NUM_PATHS, **settings)
+    found = generated_law(decoder, PROMPT, LENGTH, paths, **settings)
     return largest_error(found, plain_law(model, PROMPT, LENGTH, **settings))
 
 
@@ -70,6 +73,15 @@ def error(drafter, num_draft_tokens, *, rule="speculative", model=MODEL, **setti
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_every_text_has_the_targets_probability(drafter, policy, rule):
     assert error(DRAFTERS[drafter](), POLICIES[policy], rule=rule) < EXACT
+
+
+@pytest.mark.parametrize("shape", [StaticTree((1, 2)), BestFirstTree(2, 2, 2)])
+@pytest.mark.parametrize("drafter", ["sampled", "greedy"])
+def test_every_text_from_a_tree_has_the_targets_probability(monkeypatch, drafter, shape):
+    paths = Paths(NUM_TREE_PATHS)
+    monkeypatch.setattr(tree_drafting, "draw_siblings", siblings_by(paths))
+    monkeypatch.setattr(verifier, "verify_tree", tree_rule_by(paths))
+    assert error(DRAFTERS[drafter](), shape, paths=paths) < EXACT
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -92,7 +104,7 @@ def test_the_case_of_a_drafter_that_prefers_what_the_target_does_not(greedy):
     draft = TableModel.by_token(torch.tensor([[0.8, 0.2]] * 2))
     drafter = CausalLMDrafter(draft, temperature=0.0 if greedy else None)
     decoder = SpeculativeDecoder(model, drafter, num_draft_tokens=1, rule="speculative")
-    law = generated_law(decoder, [0], 3, num_rows=128, temperature=1.0)
+    law = generated_law(decoder, [0], 3, Paths(128), temperature=1.0)
     for position in range(3):
         share = sum(prob for text, prob in law.items() if text[position] == 0)
         assert share == pytest.approx(0.6, abs=EXACT)
@@ -198,12 +210,10 @@ def test_200000_draws_follow_the_target(rule):
     assert misfit(6, rule=rule) < 1.0
 
 
-@pytest.mark.parametrize(
-    "shape", [StaticTree((2, 2)), BestFirstTree(5, num_siblings=3, num_passes=3)]
-)
-def test_draws_follow_the_processed_target_with_trees(shape):
+def test_draws_follow_the_processed_target_with_trees():
     settings = {"temperature": 0.8, "top_k": 3, "logit_bias": {1: 0.7}}
-    assert misfit(shape, num_rows=30, **settings) < 1.0
+    shape = BestFirstTree(5, num_siblings=3, num_passes=3)
+    assert misfit(shape, num_rows=25, **settings) < 1.0
 
 
 @pytest.mark.parametrize("rule", RULES)

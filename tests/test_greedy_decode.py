@@ -89,8 +89,10 @@ def test_rows_of_a_batch_with_drafters_of_every_quality(case, num_draft_tokens):
         row = next(row for row, text in enumerate(texts) if text[: len(prefix)] == prefix)
         return drafters[row].next_token(prefix, position)
 
+    # transformers' own code for one of the lengths, the default engine for the others.
+    model = HFModel(module) if num_draft_tokens == 4 else fastest(module)
     decoder = SpeculativeDecoder(
-        module, ScriptedDrafter(next_token), num_draft_tokens=num_draft_tokens
+        Target(model=model), ScriptedDrafter(next_token), num_draft_tokens=num_draft_tokens
     )
     generation = decoder.generate(PROMPTS, max_new_tokens=NUM_TOKENS)
     found = [prompt + ids for prompt, ids in zip(PROMPTS, generation.token_ids, strict=True)]
@@ -150,17 +152,8 @@ def assert_fresh(model, cache, row, tokens):
 
 @pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
 def test_a_copy_of_the_target_is_accepted_in_every_round(case, num_draft_tokens):
-    assert_copy_is_kept(HFModel(case[0]), 120, num_draft_tokens)
-
-
-@pytest.mark.skipif(not native.available(), reason="the C++ engine does not run here")
-@pytest.mark.parametrize("num_draft_tokens", DRAFT_LENGTHS)
-def test_a_copy_in_the_native_engine_is_accepted_for_500_tokens(num_draft_tokens):
-    model = native.NativeModel.from_hf(tiny_llama(0, num_layers=1))
-    assert_copy_is_kept(model, 500, num_draft_tokens)
-
-
-def assert_copy_is_kept(model, num_tokens, num_draft_tokens):
+    model = fastest(case[0])
+    num_tokens = 80 if isinstance(model, HFModel) else 500
     decoder = SpeculativeDecoder(
         Target(model=model), CausalLMDrafter(model), num_draft_tokens=num_draft_tokens
     )
@@ -180,10 +173,10 @@ def test_transformers_assisted_generation_and_early_exit_write_the_same(exit_lay
     else:
         theirs = {"assistant_early_exit": exit_layer}
         ours = EarlyExitDrafter(model, exit_layer=exit_layer)
-    expected = plain_greedy(module, [prompt], 40, **theirs)[0]
+    expected = plain_greedy(module, [prompt], 24, **theirs)[0]
     target = Target(model=model, eos_token_ids=(2,))
     generation = SpeculativeDecoder(target, ours, num_draft_tokens=3).generate(
-        [prompt], max_new_tokens=40
+        [prompt], max_new_tokens=24
     )
     assert generation.token_ids[0] == expected
 
@@ -198,7 +191,7 @@ def test_rounds_are_those_of_drafting_without_a_cache_and_no_more_than_transform
     settings.num_assistant_tokens = num_draft_tokens
     settings.num_assistant_tokens_schedule = "constant"
     settings.assistant_confidence_threshold = 0.0
-    prompt, num_tokens = texts[1][:30], 40
+    prompt, num_tokens = texts[1][:30], 24
     with counted_passes(module) as passes:
         expected = plain_greedy(module, [prompt], num_tokens, assistant_model=draft)[0]
     # Theirs drafts before the target has read the prompt. So that the rounds can be compared, the
@@ -209,7 +202,7 @@ def test_rounds_are_those_of_drafting_without_a_cache_and_no_more_than_transform
     )
     assert generation.token_ids[0] == prompt[-1:] + expected
     accepted = [entry.accepted[0] for entry in generation.rounds]
-    assert accepted == accepted_without_cache(draft, texts[1][:70], 30, num_draft_tokens)
+    assert accepted == accepted_without_cache(draft, texts[1][:54], 30, num_draft_tokens)
     assert 0 < generation.stats.num_accepted < generation.stats.num_drafted
     # transformers 5.24 needs more of them on some models (Qwen3 here), with the same drafts.
     assert len(accepted) <= len(passes)

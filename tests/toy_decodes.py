@@ -31,6 +31,7 @@ from tests.toy_models import (
 )
 
 POSSIBLE = 1e-5  # less is float32 rounding, not a choice
+BISECTIONS = 24  # leaves less than that rounding
 
 
 class Paths:
@@ -42,6 +43,7 @@ class Paths:
     """
 
     def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
         self._digits = torch.arange(num_rows)
         self._mass = torch.ones(num_rows, dtype=torch.float64)
 
@@ -87,30 +89,55 @@ class Paths:
                 rank = torch.searchsorted(tokens, verdict.next_token_ids)
                 return torch.stack([verdict.num_accepted, rank], 1)
 
-            thresholds = pass_thresholds(run, *draft_ids.shape, block=block)
+            of_kind, kinds = _kinds(draft_ids, draft_probs, target_probs, num_drafted)
             counts = range(draft_ids.shape[1] + 1)
-            chances = [count_probs(thresholds, kept, block=block) for kept in counts]
-            kept = self.choose(rows, torch.stack(chances, 1))
+            thresholds = pass_thresholds(
+                lambda index, uniforms: run(kinds[index], uniforms),
+                len(kinds),
+                draft_ids.shape[1],
+                block=block,
+                steps=BISECTIONS,
+            )
+            chances = torch.stack([count_probs(thresholds, k, block=block) for k in counts], 1)
             tests = torch.stack([uniforms_for_count(thresholds, k, block=block) for k in counts])
-            tests = tests[kept, every]  # [n, K]
-            after = next_token_probs(run, every, tests, len(tokens))
+            after = next_token_probs(
+                run,
+                kinds.repeat(len(counts)),
+                tests.flatten(0, 1),
+                len(tokens),
+                steps=BISECTIONS,
+            ).view(len(counts), len(kinds), -1)
+            kept = self.choose(rows, chances[of_kind])
             last = torch.full((len(rows), 1), 0.5, dtype=torch.float64)
-            assert torch.equal(run(every, torch.cat([tests, last], 1))[:, 0], kept)
-            return Verification(kept, tokens[self.choose(rows, after)])
+            found = run(every, torch.cat([tests[kept, of_kind], last], 1))[:, 0]
+            assert torch.equal(found, kept), "the rule does not count as its kind does"
+            return Verification(kept, tokens[self.choose(rows, after[kept, of_kind])])
 
         return verify
 
 
+def _kinds(*parts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows that are alike in all parts: the kind of each row [n], and one row of each kind."""
+    wide = [
+        part.double().flatten(1) if part.dim() > 1 else part[:, None].double()
+        for part in parts
+        if part is not None
+    ]
+    unique, of_kind = torch.cat(wide, 1).unique(dim=0, return_inverse=True)
+    kinds = torch.empty(len(unique), dtype=torch.int64)
+    kinds[of_kind] = torch.arange(len(of_kind))
+    return of_kind, kinds
+
+
 def generated_law(
-    decoder: SpeculativeDecoder, prompt: list[int], length: int, *, num_rows: int, **settings
+    decoder: SpeculativeDecoder, prompt: list[int], length: int, paths: Paths, **settings
 ) -> dict[Text, float]:
     """The exact law of the decoder's texts of `length` tokens after `prompt`.
 
     Args:
-        num_rows: at least the number of paths; the law says if there are more.
+        paths: fresh, with at least as many rows as there are paths; the law says if not.
         settings: further arguments of `generate`; every row has to sample.
     """
-    paths = Paths(num_rows)
 
     def row_numbers(self: UniformStreams, rows: list[int], count: int) -> Tensor:
         return torch.tensor(rows, dtype=torch.float64)[:, None].expand(-1, count)
@@ -124,7 +151,7 @@ def generated_law(
         for name in ("verify_speculative", "verify_block"):
             rule = getattr(verifier, name)
             patch.setattr(verifier, name, paths.through(rule, block=name == "verify_block"))
-        generation = decoder.generate([prompt] * num_rows, max_new_tokens=length, **settings)
+        generation = decoder.generate([prompt] * paths.num_rows, max_new_tokens=length, **settings)
     return paths.law(generation.token_ids)
 
 

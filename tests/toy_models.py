@@ -238,22 +238,31 @@ def largest_error(found: dict[Text, float], expected: dict[Text, float]) -> floa
     return max(abs(found.get(text, 0.0) - expected.get(text, 0.0)) for text in texts)
 
 
-def bisect(holds: Callable[[Tensor], Tensor], count: int) -> Tensor:
+def bisect(
+    holds: Callable[[Tensor], Tensor], count: int, *, steps: int = _NUM_BISECTIONS
+) -> Tensor:
     """For each of `count` rows, the u in [0, 1] below which `holds(u)` is true: [count] float64.
 
-    `holds` is monotone: true up to some u, false from there on.
+    `holds` is monotone: true up to some u, false from there on. The error is 2**-steps.
     """
     low = torch.zeros(count, dtype=torch.float64)
     high = torch.ones_like(low)
     always = holds(torch.full_like(low, ALMOST_ONE))
-    for _ in range(_NUM_BISECTIONS):
+    for _ in range(steps):
         middle = (low + high) / 2
         true = holds(middle)
         low, high = torch.where(true, middle, low), torch.where(true, high, middle)
     return torch.where(always, 1.0, (low + high) / 2)
 
 
-def pass_thresholds(run: Callable, num_rows: int, num_positions: int, *, block: bool) -> Tensor:
+def pass_thresholds(
+    run: Callable,
+    num_rows: int,
+    num_positions: int,
+    *,
+    block: bool,
+    steps: int = _NUM_BISECTIONS,
+) -> Tensor:
     """The u_i below which position i passes, if it is reached: [P, K]."""
     position = torch.arange(num_positions).repeat_interleave(num_rows)
     rows = torch.arange(num_rows).repeat(num_positions)
@@ -264,7 +273,7 @@ def pass_thresholds(run: Callable, num_rows: int, num_positions: int, *, block: 
     def passes(uniform: Tensor) -> Tensor:
         return run(rows, probe.scatter(1, position[:, None], uniform[:, None]))[:, 0] > position
 
-    return bisect(passes, len(rows)).view(num_positions, num_rows).T
+    return bisect(passes, len(rows), steps=steps).view(num_positions, num_rows).T
 
 
 def count_probs(thresholds: Tensor, kept: int, *, block: bool) -> Tensor:
@@ -284,7 +293,14 @@ def uniforms_for_count(thresholds: Tensor, kept: int, *, block: bool) -> Tensor:
     return uniforms.clamp_max(ALMOST_ONE)
 
 
-def next_token_probs(run: Callable, rows: Tensor, uniforms: Tensor, vocab_size: int) -> Tensor:
+def next_token_probs(
+    run: Callable,
+    rows: Tensor,
+    uniforms: Tensor,
+    vocab_size: int,
+    *,
+    steps: int = _NUM_BISECTIONS,
+) -> Tensor:
     """Law of the next token over the last uniform number, the others being given: [n, V]."""
     tokens = torch.arange(vocab_size - 1).repeat(len(rows))
     index, first = (
@@ -295,7 +311,7 @@ def next_token_probs(run: Callable, rows: Tensor, uniforms: Tensor, vocab_size: 
     def at_most(last: Tensor) -> Tensor:
         return run(index, torch.cat([first, last[:, None]], 1))[:, 1] <= tokens
 
-    below = bisect(at_most, len(index)).view(len(rows), vocab_size - 1)
+    below = bisect(at_most, len(index), steps=steps).view(len(rows), vocab_size - 1)
     edges = torch.nn.functional.pad(torch.nn.functional.pad(below, (1, 0)), (0, 1), value=1.0)
     return edges.diff(dim=1)
 
