@@ -203,9 +203,11 @@ def check_folder(job: Job, material: Material, training: Training, folder: Path)
     recipe, config = training.start.recipe, job.config
     restore_weights(read_checkpoint(job.run_dir / "best"), training.parts.whole)
     written = recipe.written(training.start.target_dtype)
+    drafter = load_drafter(folder, material.target, engine=config.target.engine)
+    assert drafter is not None
     found = check_wiring(
         material.target,
-        load_drafter(folder, material.target, engine=config.target.engine),
+        drafter,
         recipe.objective(LossConfig(name=LossName.forward_kl, temperature=1.0)),
         written.float(),
         training.selection,
