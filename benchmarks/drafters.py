@@ -94,18 +94,24 @@ def run(
     bench = bench_of(material, first.config.acceptance.num_prompts, options)
     rows = [lookup_row(bench)]
     decoders = {"lookup": (rows[0], load_drafter("lookup", bench.target))}
-    for kind in options.kinds:
-        for loss in options.losses:
-            row = Row(kind, loss)
-            rows.append(row)
-            for seed in range(options.seeds):
-                place = folder / f"{len(rows)}-{seed}"
-                job = job_of(options, place, stop, kind=kind, loss=loss, seed=seed)
-                drafter = trained(job, material, row, bench)
-                note_acceptance(row, drafter, bench)
-                decoders[f"{len(rows)}-{seed}"] = (row, drafter)
-                print(f"{kind} {loss} seed {seed}: {summary(row)}", file=sys.stderr, flush=True)
+    for kind, loss in choices(options):
+        row = Row(kind, loss)
+        rows.append(row)
+        for seed in range(options.seeds):
+            place = folder / f"{len(rows)}-{seed}"
+            job = job_of(options, place, stop, kind=kind, loss=loss, seed=seed)
+            drafter = trained(job, material, row, bench)
+            note_acceptance(row, drafter, bench)
+            decoders[f"{len(rows)}-{seed}"] = (row, drafter)
+            print(f"{kind} {loss} seed {seed}: {summary(row)}", file=sys.stderr, flush=True)
     return rows, timed(bench, decoders)
+
+
+def choices(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """(kind, loss) of each row."""
+    if options.runs:
+        return [(kind, loss) for kind, _, loss in (run.rpartition("/") for run in options.runs)]
+    return [(kind, loss) for kind in options.kinds for loss in options.losses]
 
 
 def job_of(
@@ -320,6 +326,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--kinds", nargs="+", default=["causal_lm", "early_exit"])
     parser.add_argument("--losses", nargs="+", default=["lk_hybrid", "forward_kl"])
+    parser.add_argument("--runs", nargs="+", help="KIND/LOSS: these, not --kinds with --losses")
     parser.add_argument("--prompts", type=int, default=16, help="held-out prompts measured on")
     parser.add_argument("--new-tokens", type=int, default=48, help="of every measured answer")
     parser.add_argument("--timed-prompts", type=int, default=4)
