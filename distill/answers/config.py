@@ -114,8 +114,8 @@ class AnswersConfig:
         if not 0 < self.top_p <= 1:
             raise ValueError(f"answers.top_p must be in (0, 1], got {self.top_p}")
         counts = ("samples_per_prompt", "max_new_tokens", "max_prompt_tokens", "batch_size")
-        counts += ("num_draft_tokens", "shard_tokens")
-        for name in (*counts, "max_tokens", "max_seconds"):
+        others = ("num_draft_tokens", "shard_tokens", "max_tokens", "max_seconds")
+        for name in counts + others:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"answers.{name} must be positive, got {value}")
