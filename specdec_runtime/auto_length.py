@@ -1,7 +1,7 @@
 """`num_draft_tokens="auto"`: cost-aware drafting with the costs of this machine, measured by itself.
 
 Before the first call with a drafter a few short rounds and bare passes are timed (about as long as
-40 decoded tokens take); the costs stay in memory for the process, one set per model, drafter,
+80 decoded tokens take); the costs stay in memory for the process, one set per model, drafter,
 batch size and way of sampling. Nothing else is kept from call to call: what a row accepts is
 learned anew in each. Where drafting does not pay, rows stop drafting by themselves.
 
