@@ -18,11 +18,13 @@ from distill.doctor.template_checks import check_template
 from distill.doctor.tokenizer_checks import check_tokenizer
 from distill.prompt import asked
 from distill.templates import ChatTemplate
+from specdec_runtime.target import as_target
 from specdec_runtime.tiny_target import byte_tokenizer as target_tokenizer
 from specdec_runtime.tiny_target import random_llama
 from tests.chat_templates import KINDS, SMOLLM2, byte_tokenizer, chat_tokenizer
 from tests.test_prompts import write_lines
 from tests.test_turns import SETTINGS, ScriptedAuthor
+from train.material import _require_sound_tokenizer
 
 END = 2  # <|im_end|>
 TEMPLATE = ChatTemplate(byte_tokenizer(SMOLLM2))
@@ -84,6 +86,15 @@ def test_a_tokenizer_that_gives_other_text_back_is_an_error_that_shows_it():
     assert finding.level is Level.warning
     small = {"vocab_size": size - 1, "real_vocab_size": size}
     assert codes(check_tokenizer(TEMPLATE, **small)) == {"head_too_small": Level.error}
+
+
+def test_a_run_stops_at_such_a_tokenizer_before_anything_is_written(tiny_target):
+    tokenizer = byte_tokenizer(SMOLLM2)
+    target = as_target(tiny_target)
+    _require_sound_tokenizer(target, ChatTemplate(tokenizer))
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(ValueError, match="gives back 'hello, world!'"):
+        _require_sound_tokenizer(target, ChatTemplate(tokenizer))
 
 
 def row(name, question="what?", answer="because", *, end=(END,), **settings):
