@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from specdec_runtime.formats import is_drafter_folder, read_manifest
 from train.export.exporting import export
@@ -57,6 +58,7 @@ def main() -> None:
     except ValueError as error:
         print(f"error: {error}\npython -m train.export --help says more", file=sys.stderr)
         sys.exit(2)
+    transformers_logging.disable_progress_bar()
     try:
         run_command(given)
     except (ValueError, OSError) as error:
