@@ -250,6 +250,7 @@ def load_eagle3(folder: str | Path, *, device: torch.device | str = "cpu") -> Ea
     wanted = {_folder_name(name): name for name in network.state_dict()}
     if differing := sorted(wanted.keys() ^ found.keys()):
         raise ValueError(f"{folder}: {differing[0]} is missing or unknown")
+    assert isinstance(config.dtype, torch.dtype), config.dtype  # transformers parses the string
     nn.Module.to(network, dtype=config.dtype)
     network.load_state_dict({wanted[name]: tensor for name, tensor in found.items()})
     return nn.Module.to(network, device=device).eval()

@@ -101,10 +101,10 @@ def prepare(job: Job) -> Material:
     job.say(f"prompts: {len(prompts.train)} for training; for evaluation {sizes}")
     folder, ids = on_main(job.accelerator, lambda: _write_answers(job, target, template, prompts))
     answers = AnswerSet.read(folder, order=ids)
-    own = "all of them the target's own"
+    origin = "all of them the target's own"
     if answers.num_given_tokens:
-        own = f"{answers.num_given_tokens} of them the data sets' and not the target's own"
-    job.say(f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, {own}, in {folder}")
+        origin = f"{answers.num_given_tokens} of them the data sets' and not the target's own"
+    job.say(f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, {origin}, in {folder}")
     examples = with_signals(job, target, answers)
     return Material(target, template, prompts, answers, examples)
 

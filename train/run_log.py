@@ -130,7 +130,7 @@ class RunLog:
                 self._wandb.use_artifact(record)
         for kind, folder in (("drafter", drafter), ("evaluation", evaluation)):
             name = _artifact_name(self._wandb.id, kind)
-            artifact = wandb.Artifact(name, kind, metadata=made_from | summary)
+            artifact = wandb.Artifact(name, kind, metadata={**made_from, **summary})
             artifact.add_dir(str(folder))
             self._wandb.log_artifact(artifact)
         page = wandb.Html((evaluation / "report.html").read_text(), inject=False)
