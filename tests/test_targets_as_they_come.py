@@ -112,8 +112,10 @@ def test_compressed_tensors(folder, tmp_path):
     for part in module.modules():
         if hasattr(part, "weight_scale"):
             part.weight_scale.data.fill_(float(part.weight.abs().max()) / 127)
-    ModelCompressor(quantization_config=config).compress_model(module)
+    compressor = ModelCompressor(quantization_config=config)
+    compressor.compress_model(module)
     module.save_pretrained(tmp_path / "compressed")
+    compressor.update_config(str(tmp_path / "compressed"))
     TOKENIZER.save_pretrained(tmp_path / "compressed")
     target = load_target(tmp_path / "compressed")
     assert check_kept(target) > 1e-4
