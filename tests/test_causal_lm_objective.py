@@ -10,15 +10,18 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from distill.adapters import LoraSettings
 from distill.batches import BatchStream, Example
 from distill.causal_lm_modules import from_scratch, layers_of_target
+from distill.chunked_head import position_overlaps
 from distill.draft_vocab import DraftVocab
-from distill.losses import LossConfig, LossName
+from distill.losses import LossConfig, LossName, SelectionConfig
 from distill.objectives.causal_lm import (
     CausalLMSettings,
     Source,
+    draft_head,
     fit_head,
     freeze_embeddings,
     make,
     objective,
+    reference_of,
     states,
 )
 from distill.recipe import TargetParts
@@ -244,6 +247,37 @@ def test_the_expected_length_needs_a_trained_start(tiny_target: PreTrainedModel)
     recipe = make(CausalLMSettings(layers=[0]), parts_of(tiny_target))
     with pytest.raises(ValueError, match="starts from a trained drafter only"):
         recipe.objective(LossConfig(name=LossName.expected_length))
+
+
+def test_positions_are_selected_by_the_overlap_of_a_reference_folder(
+    tiny_target: PreTrainedModel, tmp_path: Path
+) -> None:
+    layers_of_target(tiny_target, [0, 1]).save_pretrained(tmp_path)  # the target: overlap 1
+    vocab = DraftVocab(torch.arange(64), 64)
+    head = TargetHead.of(tiny_target, vocab)
+    recipe = make(
+        CausalLMSettings(layers=[0]), TargetParts(as_target(tiny_target), tiny_target, vocab, head)
+    )
+    batch = BatchStream(_examples(tiny_target), max_tokens=4096, seed=0)(0)
+    device = torch.device("cpu")
+    reference = reference_of(str(tmp_path), head, LossConfig(), device)
+    assert torch.allclose(reference(batch), torch.ones(batch.num_tokens), atol=1e-4)
+
+    # Of the positions, those count where the drafter itself overlaps least.
+    config = LossConfig(
+        name=LossName.total_variation,
+        selection=SelectionConfig(share=0.25, reference=str(tmp_path)),
+    )
+    with torch.no_grad():
+        own = position_overlaps(
+            states(recipe.module, batch), draft_head(recipe.module, vocab), head, batch.rows, config
+        )
+    worst = (1 - own).sort(descending=True).values[: round(0.25 * len(own))]
+    found = float(recipe.objective(config)(recipe.module, batch).loss_sum.detach())
+    assert found / batch.num_tokens == pytest.approx(float(worst.mean()), rel=1e-4)
+
+    with pytest.raises(ValueError, match="another draft vocabulary"):
+        reference_of(str(tmp_path), _head(tiny_target), LossConfig(), device)
 
 
 @pytest.mark.parametrize("layers", [[], [-1]])
