@@ -20,6 +20,7 @@ Huang et al. 2006 (extreme learning machine). Measured on SmolLM2-135M, see docs
 Shapes: N positions of a text, D hidden size, F width of the recorded states, C carried dimensions.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ _DRAFTED_STEPS = 2  # steps of drafting whose states count in the fit, the first
 _FOCUS = 1.5
 _PULL = 0.3  # how much `fc` is to give the target's last state rather than what predicts best
 _SEED = 0  # of the random gates
+_SMALLEST_SIZE = 0.03  # of a normed dimension: what is smaller is not blown up further
 
 
 class _Text(NamedTuple):
@@ -72,13 +74,15 @@ class _Start:
         self.examples = examples
         self.size: int = network.config.hidden_size
         self.carried = carried  # dimensions of the values that carry the linear map
-        size_of_states = _mean_size(examples)
-        # Where the normed state is handed on it has to have the size that the head reads.
-        self.scale = 1.0 if network.config.norm_output else size_of_states
-        self.decoder.norm.weight.fill_(size_of_states)
+        # Inside, states have a size of about one, on which optimizers count; the head makes up for
+        # it. A power of two changes no digit of a head in 16 bits.
+        self.scale = 2.0 ** round(math.log2(_mean_size(examples)))
+        network.lm_head.weight.mul_(self.scale)
+        self.decoder.norm.weight.fill_(1.0)
         self.layer.mlp.down_proj.weight.zero_()
 
     def solve(self) -> None:
+        self.level_features()
         self.decoder.fc.weight.copy_(self.fusion().T)
         self.focus_heads()
         for drafted in range(1, _DRAFTED_STEPS + 1):
@@ -123,6 +127,20 @@ class _Start:
         read = torch.cat([embeddings, self.layer.hidden_norm(state)], dim=1)
         values = read @ attention.v_proj.weight[:carried].T
         return state + values @ attention.o_proj.weight[:, :carried].T
+
+    def level_features(self) -> None:
+        """Where the recorded states are normed, gives every dimension of them the same size: some
+        are hundreds of times larger than others."""
+        if not self.decoder.fc_norm:
+            return
+        squares, count = torch.zeros(self.decoder.fc.in_features), 0
+        for text in self.texts():
+            squares += text.features.square().sum(0)
+            count += len(text.features)
+        sizes = (squares / max(count, 1)).sqrt().clamp_min(_SMALLEST_SIZE)
+        parts = sizes.chunk(len(self.decoder.fc_norm))
+        for norm, part in zip(self.decoder.fc_norm, parts, strict=True):
+            norm.weight.copy_(1 / part)
 
     def fusion(self) -> Tensor:
         """[F, D] of `fc`."""
@@ -193,7 +211,7 @@ class _Start:
             normed = norm(self.layer.finish(self.attended(state, embeddings)))
             product += float((normed * wanted).sum())
             square += float(normed.square().sum())
-        norm.weight.fill_(self.scale * product / square)
+        norm.weight.fill_(product / square)
 
 
 def _hidden(example: Example) -> Tensor:

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Relative to the mean square of the drafter's states: enough for a stable solution, far too little
-# to pull it towards zero.
-_RIDGE = 1e-3
+from distill.ridge import Ridge
+
 LENS_POSITIONS = 30_000  # enough for the D x D numbers of a small target; more changes little
 
 
 def fit_lens(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """The matrix A [D, D] that minimises |h A - y|^2 + ridge |A|^2 over all positions.
+    """The matrix A [D, D] that minimises |h A - y|^2, and a little of A, over all positions.
 
     Args:
         pairs: (h, y), both [N, D]: the drafter's and the target's state in front of the head, at
@@ -33,19 +32,10 @@ def fit_lens(pairs: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     Raises:
         ValueError: if there is no position, or a state is not finite.
     """
-    sums: tuple[Tensor, Tensor] | None = None
+    fit = Ridge()
     for states, wanted in pairs:
-        states, wanted = states.double(), wanted.double()
-        part = states.T @ states, states.T @ wanted
-        sums = part if sums is None else (sums[0] + part[0], sums[1] + part[1])
-    if sums is None:
-        raise ValueError("no position to fit the drafter's head on: expected answers with tokens")
-    gram, cross = sums
-    ridge = _RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    lens = torch.linalg.solve(gram + ridge * torch.eye(len(gram), dtype=gram.dtype), cross)
-    if not torch.isfinite(lens).all():
-        raise ValueError("the target's recorded states are not finite: write the answers again")
-    return lens.float()
+        fit.add(states.float(), wanted.float())
+    return fit.solve()
 
 
 @torch.no_grad()

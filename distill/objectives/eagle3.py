@@ -37,7 +37,9 @@ class Eagle3Settings(DraftSettings):
         engines' default, a low, a middle and a high one.
     context_heads: how many of the attention heads are left free of the solved linear map.
     intermediate_size: of its MLP; null = the target's.
-    norms: eagle3, or eagle3.1 with further norms (see specdec_runtime/eagle3_network.py).
+    norms: eagle3.1, or eagle3 without the norms in front of `fc` and on what is handed on (see
+        specdec_runtime/eagle3_network.py): some dimensions of the target's states are hundreds of
+        times larger than others, which a common learning rate does not suit.
     steps: drafted tokens that a training step unrolls.
     step_decay: weight of each step's loss relative to the one before.
     train_head: train the rows of the head too.
@@ -48,7 +50,7 @@ class Eagle3Settings(DraftSettings):
     layer_ids: list[int] | None = None
     context_heads: int = 2
     intermediate_size: int | None = None
-    norms: str = "eagle3"
+    norms: str = "eagle3.1"
     steps: int = 3
     step_decay: float = 0.8
     train_head: bool = False
@@ -125,7 +127,7 @@ class Eagle3Recipe:
         return {
             name: tensor.detach()
             for name, tensor in self.module.state_dict().items()
-            if not name.startswith(("model.embed_tokens.", "lm_head."))
+            if not name.startswith("model.embed_tokens.")
         }
 
     def put_start(self, computed: dict[str, Tensor]) -> None:
