@@ -80,7 +80,8 @@ class ProcessorStates:
         for index in sorted(range(len(rows)), key=lambda i: len(histories[i])):
             row, tokens = rows[index], tuple(histories[index])
             known = self._after[row]
-            assert tokens[:-1] in known or not known, "the position in front was forgotten"
+            is_first = not known or (row, tokens) in called
+            assert tokens[:-1] in known or is_first, "the position in front was forgotten"
             processors = _copied(known.get(tokens[:-1], self._fresh))
             score = scores[index : index + 1]
             input_ids = torch.tensor([tokens], dtype=torch.int64, device=scores.device)
