@@ -4,19 +4,34 @@ import json
 import shutil
 from contextlib import redirect_stdout
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from specdec_runtime.stats import AcceptanceStats
 from tests.export_folders import toy_tokenizer, write_causal_lm, write_eagle3, write_target
+from train.export import parity
 from train.export.causes import likely_causes
 from train.export.exporting import export
 from train.export.observation import NUM_CONTEXTS, QUESTIONS, Observation
 from train.export.parity import EXACT, compare
-from train.export.parity_process import main
+from train.export.parity_process import answer, main
 from train.export.registry import FORMATS
 from train.export.runtime_folder import runtime_folder
+
+
+def request_for(target: Path, folders: list[Path]) -> dict:
+    tokenizer = toy_tokenizer()
+    return {
+        "target": str(target),
+        "target_options": {},
+        "template_options": {},
+        "prompts": [tokenizer(question).input_ids for question in QUESTIONS[:6]],
+        "asks": True,
+        "folders": [str(folder) for folder in folders],
+        "settings": {"num_draft_tokens": 3},
+    }
 
 
 def answered(request: dict) -> list[dict]:
@@ -66,17 +81,7 @@ def observed(tmp_path_factory):
     shifted = load_file(path)
     shifted["d2t"] = (shifted["d2t"] + 3).clamp_max(100)
     save_file(shifted, path)
-    tokenizer = toy_tokenizer()
-    prompts = [tokenizer(question).input_ids for question in QUESTIONS[:6]]
-    request = {
-        "target": str(target),
-        "target_options": {},
-        "template_options": {},
-        "prompts": prompts,
-        "asks": True,
-        "folders": [str(folder) for folder in folders.values()],
-        "settings": {"num_draft_tokens": 3},
-    }
+    request = request_for(target, list(folders.values()))
     found = [Observation.of_json(content) for content in answered(request)]
     return dict(zip(folders, found, strict=True))
 
@@ -84,10 +89,10 @@ def observed(tmp_path_factory):
 # The other forms give the same tensors: tests/test_export.py.
 @pytest.mark.parametrize("name", ["causal_lm transformers", "causal_lm llamacpp", "eagle3 vllm"])
 def test_every_exported_folder_proposes_what_its_drafter_does(observed, name):
-    parity = compare(observed[name.split()[0]], observed[name], needed=EXACT)
-    assert parity.problems() == []
-    assert parity.num_contexts >= NUM_CONTEXTS
-    assert parity.lengths[0] == parity.lengths[1]
+    found = compare(observed[name.split()[0]], observed[name], needed=EXACT)
+    assert found.problems() == []
+    assert found.num_contexts >= NUM_CONTEXTS
+    assert found.lengths[0] == found.lengths[1]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +105,27 @@ def test_every_exported_folder_proposes_what_its_drafter_does(observed, name):
     ],
 )
 def test_another_forward_pass_fails_the_gate(observed, kind, name):
-    parity = compare(observed[kind], observed[name], needed=EXACT)
+    found = compare(observed[kind], observed[name], needed=EXACT)
     if name == "norm flag":  # it changes what is handed on, so not the first proposal
         assert observed[kind].proposals != observed[name].proposals
-    assert not parity.passed
+    assert not found.passed
+
+
+def test_verifying_passes_what_was_exported_and_lists_causes_otherwise(tmp_path, monkeypatch):
+    def observed_here(name, folders, *, settings, **_):
+        found = answer(request_for(name, folders) | {"settings": settings})
+        return [Observation.of_json(content) for content in found]
+
+    monkeypatch.setattr(parity, "observed_elsewhere", observed_here)
+    target = write_target(tmp_path / "target")
+    done = export(write_eagle3(tmp_path / "eagle3", target), tmp_path / "out", engine="vllm")
+    found = parity.verify(done.source, done.folder, engine="vllm")
+    assert found.passed
+    assert found.describe().startswith("parity: 100.0% of ")
+    path = done.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 10.0}))
+    with pytest.raises(ValueError, match=r"have the same proposal.*Looked at: template: the one"):
+        parity.verify(done.source, done.folder, engine="vllm")
 
 
 def test_acceptance_beyond_the_interval_and_other_text_are_problems():
@@ -122,15 +144,7 @@ def test_acceptance_beyond_the_interval_and_other_text_are_problems():
 
 
 def test_the_process_names_a_folder_that_does_not_load(tmp_path):
-    request = {
-        "target": str(write_target(tmp_path / "target")),
-        "target_options": {},
-        "template_options": {},
-        "prompts": [[3, 4]],
-        "asks": True,
-        "folders": [str(tmp_path / "gone")],
-        "settings": {"num_draft_tokens": 1, "max_new_tokens": 1},
-    }
+    request = request_for(write_target(tmp_path / "target"), [tmp_path / "gone"])
     with pytest.raises(SystemExit, match=r"^error: .*gone"):
         answered(request)
 
