@@ -14,7 +14,6 @@ from train.plan import Machine, describe, known_parameters, planned_stages
 CONF = Path(__file__).parent.parent / "conf"
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 OWN_DATA = "+prompts.datasets.mine={path: a.csv, weight: 2, columns: {prompt: question}}"
-OWN_DATA = "+prompts.datasets.mine={path: a.csv, weight: 2, columns: {prompt: question}}"
 GROUPS = ("loss", "optim", "tracking", "prompts", "draft")
 
 
@@ -53,15 +52,6 @@ def test_every_loss_is_a_choice_and_every_choice_of_the_other_groups_composes(lo
     assert config.loss.name.value == loss
     assert loss in choices["loss"]
     assert len(choices["loss"]) == len(LossName)
-
-
-def test_own_data_sets_are_declared_on_the_command_line_and_checked():
-    prompts = composed("name=x", "prompts=own", "prompts.turns=each", OWN_DATA).prompts
-    assert prompts.shares == {"mine": 2}
-    assert prompts.own["mine"].columns == {"prompt": "question"}
-    wrong = OWN_DATA.replace("weight", "wieght")
-    assert "prompts.datasets.mine.wieght is no setting" in refusal("name=x", "prompts=own", wrong)
-    assert "prompts.sources has no positive share" in refusal("name=x", "prompts=own")
 
 
 def test_own_data_sets_are_declared_on_the_command_line_and_checked():
