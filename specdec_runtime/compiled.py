@@ -42,7 +42,7 @@ class CompiledDecoder:
     def __call__(
         self,
         token_ids: Tensor,
-        masks: Tensor | None | dict[str, Tensor | None],
+        masks: Tensor | dict[str, Tensor | None] | None,
         positions: Tensor,
         cache: BufferCache,
         hidden_layers: tuple[int, ...] = (),
@@ -69,7 +69,7 @@ class CompiledDecoder:
     def _run(
         self,
         token_ids: Tensor,
-        masks: Tensor | None | dict[str, Tensor | None],
+        masks: Tensor | dict[str, Tensor | None] | None,
         positions: Tensor,
         slots: Tensor,
         row_index: Tensor,

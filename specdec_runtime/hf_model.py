@@ -26,7 +26,7 @@ from specdec_runtime.model import ModelOutput
 from specdec_runtime.recurrent_cache import RecurrentCache
 from specdec_runtime.recurrent_pass import forward_recurrent
 
-Masks = Tensor | None | dict[str, Tensor | None]  # one, or by kind of layer; None: no padding
+Masks = Tensor | dict[str, Tensor | None] | None  # one, or by kind of layer; None: no padding
 _NO_LIMIT = 1 << 30  # positions of a model whose configuration names no limit
 
 

@@ -104,7 +104,9 @@ def prepare(job: Job) -> Material:
     origin = "all of them the target's own"
     if answers.num_given_tokens:
         origin = f"{answers.num_given_tokens} of them the data sets' and not the target's own"
-    job.say(f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, {origin}, in {folder}")
+    job.say(
+        f"answers: {len(answers.answers)} with {answers.num_tokens} tokens, {origin}, in {folder}"
+    )
     examples = with_signals(job, target, answers)
     return Material(target, template, prompts, answers, examples)
 
