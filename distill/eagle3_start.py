@@ -61,7 +61,8 @@ def solve_start(network: Eagle3Network, examples: Sequence[Example], carrying_he
         ValueError: if the examples hold no hidden states or features, or no position.
     """
     with torch.no_grad():
-        carried = min(carrying_heads * network.config.head_dim, network.config.hidden_size)
+        head_dim = network.model.layer.self_attn.head_dim
+        carried = min(carrying_heads * head_dim, network.config.hidden_size)
         _Start(network, examples, carried).solve()
 
 
