@@ -191,7 +191,7 @@ def terminal_table(results: Results) -> RichTable:
     table = RichTable(box=None, pad_edge=False)
     for index, column in enumerate(summary.columns):
         is_text = index in summary.text_columns
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=True)
+        table.add_column(column, justify="left" if is_text else "right")
     for row in summary.rows:
         table.add_row(*texts(row))
     return table
