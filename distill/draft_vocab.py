@@ -1,8 +1,10 @@
 """The draft vocabulary: the target tokens that a draft model can propose, and how they are numbered.
 
 A draft model spends most of its time in its output head. Keeping the n tokens that the target's
-answers consist of (8,192 of 49,152 cover more than 99 % of SmolLM2's) makes that head, its loss and
-its training as much smaller; what is left out is simply never proposed, so decoding stays exact.
+answers consist of makes that head, its loss and its training as much smaller; what is left out is
+simply never proposed, so decoding stays exact. Of SmolLM2's 49,152 tokens the 8,192 that 76k tokens
+of answers name hold 90 % of the tokens of answers not seen, 16,384 hold 95 % (measured with
+`python -m distill.doctor answers_folder=...`).
 
 Numbering and file layout are those of EAGLE-3 and the serving engines: draft ids ascend with target
 ids, `d2t` holds *offsets* (target id = draft id + d2t[draft id]) and `t2d` marks the kept tokens.
