@@ -12,7 +12,8 @@ from transformers import (
 )
 
 from specdec_runtime import native
-from specdec_runtime.native import NativeModel, build
+from specdec_runtime.int8_grid import round_matrices
+from specdec_runtime.native import NativeLinear, NativeModel, build
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.unavailable_reason()))
 
@@ -63,6 +64,12 @@ def make_native(name="llama", **options):
     return NativeModel.from_hf(make_hf(CONFIGS[name]), **options)
 
 
+def make_int8(name):
+    hf = make_hf(CONFIGS[name]).bfloat16()
+    round_matrices(hf)
+    return hf
+
+
 def random_ids(*shape, seed=1):
     return torch.randint(
         0, TINY["vocab_size"], shape, generator=torch.Generator().manual_seed(seed)
@@ -102,9 +109,39 @@ def test_weights_that_fit_bfloat16_are_stored_so_and_change_nothing():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_matrices_that_fit_int8_are_stored_so_and_change_no_bit(name):
+    hf = make_int8(name)
+    short, full = NativeModel.from_hf(hf), NativeModel.from_hf(hf, weight_dtype=torch.float32)
+    assert (short.matrix_dtype, short.dtype) == (torch.int8, torch.bfloat16)
+    ids = random_ids(2, 20)
+    logits = [model.forward(ids, model.new_cache(2, 20)).logits for model in (short, full)]
+    assert torch.equal(*logits)
+
+
+def test_one_matrix_that_does_not_fit_int8_keeps_all_of_them_out():
+    hf = make_int8("llama")
+    with torch.no_grad():
+        hf.model.layers[1].mlp.down_proj.weight[3, 5] *= 1 + 2**-7
+    assert NativeModel.from_hf(hf).matrix_dtype == torch.bfloat16
+    assert NativeModel.from_hf(hf.float()).matrix_dtype == torch.bfloat16
+
+
+def test_a_single_matrix_gives_the_same_bits_in_int8():
+    head = make_int8("llama").lm_head
+    x = torch.randn(5, TINY["hidden_size"], generator=torch.Generator().manual_seed(2))
+    whole = torch.stack([NativeLinear(head)(row) for row in x])
+    assert torch.equal(NativeLinear(head)(x), whole)
+    torch.testing.assert_close(whole, x @ head.weight.float().T, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
 def test_any_number_of_new_tokens_gives_the_same_bits(name, dtype):
-    model, ids = make_native(name, weight_dtype=dtype), random_ids(1, 52)
+    if dtype is torch.int8:
+        model = NativeModel.from_hf(make_int8(name))
+    else:
+        model = make_native(name, weight_dtype=dtype)
+    ids = random_ids(1, 52)
     expected = one_by_one(model, ids)
     for width in range(2, 17):
         cache = model.new_cache(1, 52)

@@ -18,7 +18,8 @@ Indices = Sequence[int] | Tensor
 
 
 class Linear(ctypes.Structure):
-    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("outputs", c_int64), ("inputs", c_int64)]
+    _fields_ = [("weight", c_void_p), ("scale", c_void_p), ("bias", c_void_p),
+                ("outputs", c_int64), ("inputs", c_int64)]  # fmt: skip
 
 
 class Layer(ctypes.Structure):
@@ -37,7 +38,7 @@ class Model(ctypes.Structure):
         ("head_token_ids", c_void_p),
         ("num_layers", c_int64), ("hidden_size", c_int64), ("mlp_size", c_int64),
         ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64),
-        ("num_logits", c_int64), ("is_bfloat16", c_int64),
+        ("num_logits", c_int64), ("weight_type", c_int64),
         ("norm_epsilon", c_float), ("attention_scale", c_float), ("rotary_scale", c_float),
     ]  # fmt: skip
 

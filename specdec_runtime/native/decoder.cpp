@@ -1,7 +1,7 @@
 // A Llama-family decoder over a key/value cache: one call runs all layers for all rows.
 //
 // What is here: embedding, attention with grouped heads, rotary positions, gated MLP, head, greedy
-// drafting. Weights are BFloat16 or float; activations, cache and arithmetic are float.
+// drafting. Weights are int8, BFloat16 or float; activations, cache and arithmetic are float.
 // What is not: loading, checks of arguments (engine.py does both), other architectures.
 //
 // Shapes: T tokens of one segment, D hidden, H heads, KV key/value heads, E head_dim, Ep = E
@@ -10,11 +10,25 @@
 //        values [layers, batch, KV, Ep / 16, capacity, 16]  16 neighbouring dimensions side by side
 // Both are panels as in kernels.h, so scores and weighted sums are matrix products as well.
 
+#include <type_traits>
 #include <vector>
 
 #include "kernels.h"
 
 namespace {
+
+// What the matrices of a model are stored in; the numbers are those of weights.py.
+enum WeightType : int64_t { FLOAT = 0, BFLOAT16 = 1, INT8 = 2 };
+
+// Calls body with a value of the type.
+template <class Body>
+void with_weight_type(int64_t type, Body body) {
+    switch (type) {
+        case INT8: return body(int8_t{});
+        case BFLOAT16: return body(BFloat16{});
+        default: return body(float{});
+    }
+}
 
 struct Layer {
     Linear qkv, attention_out;  // rows of qkv: H query heads, KV key heads, KV value heads
@@ -27,7 +41,7 @@ struct Layer {
 struct Model {
     const Layer* layers;
     Linear head;
-    const void* embedding;             // [vocabulary, D], plain rows
+    const void* embedding;             // [vocabulary, D], plain rows of Embedding<Weight>
     const float* norm_final;           // [D rounded up to 16]
     // [D rounded up to 16] or null. If given, attention reads [norm(embedding); norm(residual)], each
     // D rounded up to 16 wide, and the residual comes from hidden_in (a layer of EAGLE-3).
@@ -35,7 +49,7 @@ struct Model {
     const float* inverse_frequencies;  // [E / 2]
     const int64_t* head_token_ids;     // [num_logits]: the token of each logit column
     int64_t num_layers, hidden_size, mlp_size, num_heads, num_kv_heads, head_dim, num_logits,
-        is_bfloat16;
+        weight_type;
     float norm_epsilon, attention_scale, rotary_scale;
 };
 
@@ -93,8 +107,9 @@ class Segment {
             const std::vector<Token>& tokens, Buffers& buffers);
 
     void run() {
-        Team::run(request.threads, [this](Team& team) {
-            model.is_bfloat16 ? run_in_team<BFloat16>(team) : run_in_team<float>(team);
+        with_weight_type(model.weight_type, [this](auto weight) {
+            Team::run(request.threads,
+                      [this](Team& team) { run_in_team<decltype(weight)>(team); });
         });
     }
 
@@ -196,9 +211,13 @@ void Segment::run_in_team(Team& team) {
         run_head<Weight>(team);
 }
 
+// Of a pass only a few rows of the embedding are read, so int8 would save nothing there.
+template <class Weight>
+using Embedding = std::conditional_t<std::is_same_v<Weight, float>, float, BFloat16>;
+
 template <class Weight>
 void Segment::embed(Team& team) {
-    const auto* embedding = static_cast<const Weight*>(model.embedding);
+    const auto* embedding = static_cast<const Embedding<Weight>*>(model.embedding);
     const int64_t size = model.hidden_size;
     team.share(num_tokens, [&](int64_t t) {
         float* x = &buffers.residual[t * hidden_stride];
@@ -478,25 +497,23 @@ void draftloop_sizes(int64_t* sizes) {
 }
 
 // Plain rows [outputs, inputs] to panels [outputs / 16 rounded up][inputs][16], padded with 0.
-void draftloop_pack(const void* rows, int64_t outputs, int64_t inputs, int64_t is_bfloat16,
+void draftloop_pack(const void* rows, int64_t outputs, int64_t inputs, int64_t weight_type,
                     void* panels) {
-    const auto pack = [&](const auto* source, auto* target) {
+    with_weight_type(weight_type, [&](auto weight) {
+        using Weight = decltype(weight);
+        const auto* source = static_cast<const Weight*>(rows);
+        auto* target = static_cast<Weight*>(panels);
         const int64_t num_panels = divide_up(outputs, LANES);
 #pragma omp parallel for
         for (int64_t p = 0; p < num_panels; ++p)
             for (int64_t i = 0; i < inputs; ++i)
                 for (int c = 0; c < LANES; ++c) {
                     const int64_t row = p * LANES + c;
-                    const int column = sizeof(*source) == 2 ? pack_column(c) : c;
+                    const int column = std::is_same_v<Weight, BFloat16> ? pack_column(c) : c;
                     target[(p * inputs + i) * LANES + column] =
-                        row < outputs ? source[row * inputs + i]
-                                      : std::decay_t<decltype(*source)>{};
+                        row < outputs ? source[row * inputs + i] : Weight{};
                 }
-    };
-    if (is_bfloat16)
-        pack(static_cast<const BFloat16*>(rows), static_cast<BFloat16*>(panels));
-    else
-        pack(static_cast<const float*>(rows), static_cast<float*>(panels));
+    });
 }
 
 void draftloop_forward(const Model* model, const Cache* cache, const Request* request) {
@@ -517,10 +534,11 @@ void draftloop_logits(const Model* model, const float* hidden, int64_t rows, int
         const int64_t real = std::min(width, model->num_logits - first);
         std::copy_n(product, std::max<int64_t>(real, 0), logits + row * model->num_logits + first);
     };
-    Team::run(threads, [&](Team& team) {
-        const auto product = model->is_bfloat16 ? matrix_product<BFloat16, decltype(done)>
-                                                : matrix_product<float, decltype(done)>;
-        product(team, model->head, hidden, model->hidden_size, rows, 1, done);
+    with_weight_type(model->weight_type, [&](auto weight) {
+        Team::run(threads, [&](Team& team) {
+            matrix_product<decltype(weight)>(team, model->head, hidden, model->hidden_size, rows, 1,
+                                             done);
+        });
     });
 }
 

@@ -37,6 +37,7 @@ class NativeModel:
         self.num_layers = config.num_hidden_layers
         self.max_positions = config.max_position_embeddings
         self.dtype = packed.dtype
+        self.matrix_dtype = packed.matrix_dtype
         self._packed = packed
 
     @staticmethod
@@ -56,8 +57,9 @@ class NativeModel:
         """Copies the weights of a transformers model.
 
         Args:
-            weight_dtype: torch.bfloat16 or torch.float32. None = bfloat16 where that changes no
-                weight (half the bytes, the same numbers), else float32.
+            weight_dtype: torch.bfloat16 or torch.float32. None = the shortest that changes no
+                weight (fewer bytes, the same numbers): int8 with a power of two for each output
+                (int8_grid.py), bfloat16, float32.
             head_rows: [n] int64: keep only these rows of the head; logits then have n columns.
             head_token_ids: [n] int64: the tokens that the columns stand for, where they are not
                 the numbers of the rows.

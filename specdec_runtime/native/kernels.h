@@ -4,6 +4,8 @@
 // depend on the other rows, on the tile that held it, or on the thread that ran it. So every
 // output of a matrix product starts at 0 and adds a[i] * w[i] for i = 0, 1, 2, ... with fused
 // multiply-adds. Tiles choose how many outputs run side by side, never the order within one.
+// Weights in int8 are multiples of a power of two per output, which multiplies the finished sum: the
+// bits are those of the same weights in float, as scaling by a power of two commutes with rounding.
 //
 // A matrix [outputs, inputs] is stored as panels of 16 outputs: [outputs / 16][inputs][16].
 // One pass over a panel then reads memory in a straight line whatever the number of rows.
@@ -15,7 +17,8 @@
 #include "team.h"
 
 struct Linear {
-    const void* weight;  // panels of BFloat16 or float
+    const void* weight;  // panels of int8_t, BFloat16 or float
+    const float* scale;  // [outputs] or null: what the weights of an output are multiples of
     const float* bias;   // [outputs] or null
     int64_t outputs;     // a multiple of 16 (padded with zero rows)
     int64_t inputs;
@@ -45,7 +48,7 @@ struct Prefetch {
 template <int R, int P, class Weight>
 void multiply_tile(const float* const* a, const Weight* w, int64_t panel_stride, int64_t inputs,
                    float* out, int64_t out_stride, Prefetch ahead) {
-    constexpr int INPUTS_PER_LINE = 64 / (LANES * sizeof(Weight)), UNROLL = 2;
+    constexpr int INPUTS_PER_LINE = 64 / (LANES * sizeof(Weight)), UNROLL = std::max(2, INPUTS_PER_LINE);
     Vec16 sums[R][P];
     const float* row[R];
     for (int r = 0; r < R; ++r) {
@@ -153,6 +156,9 @@ void multiply_chunk(const Linear& linear, int64_t first_panel, int64_t panels, c
                                 ahead);
                 for (int64_t r = 0; r < height; ++r) {
                     float* values = block + r * width;
+                    if (linear.scale != nullptr)
+                        for (int64_t i = 0; i < width; ++i)
+                            values[i] *= linear.scale[p * LANES + i];
                     if (linear.bias != nullptr)
                         for (int64_t i = 0; i < width; ++i) values[i] += linear.bias[p * LANES + i];
                     done(first_row + r, p * LANES, width, values);

@@ -6,7 +6,7 @@
 //
 // Column order in memory: pack_column() says where column c of 16 bfloat16 weights is stored.
 // AVX2 reads two columns as one 32-bit word and splits it with a shift and a mask, which is half
-// the work of widening; so there columns c and c + 8 are neighbours.
+// the work of widening; so there columns c and c + 8 are neighbours. int8 keeps their order.
 
 #pragma once
 
@@ -48,6 +48,10 @@ inline Vec16 load(const BFloat16* p) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
 }
+inline Vec16 load(const int8_t* p) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(raw))};
+}
 inline void store(float* p, Vec16 a) { _mm512_storeu_ps(p, a.v); }
 inline Vec16 add(Vec16 a, Vec16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Vec16 subtract(Vec16 a, Vec16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -86,6 +90,11 @@ inline Vec16 load(const BFloat16* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(raw, 16)),
             _mm256_castsi256_ps(_mm256_and_si256(raw, upper_half))};
 }
+inline __m256 load_8(const int8_t* p) {
+    const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(raw));
+}
+inline Vec16 load(const int8_t* p) { return {load_8(p), load_8(p + 8)}; }
 inline void store(float* p, Vec16 a) {
     _mm256_storeu_ps(p, a.low);
     _mm256_storeu_ps(p + 8, a.high);
@@ -152,6 +161,9 @@ inline Vec16 load(const float* p) {
 }
 inline Vec16 load(const BFloat16* p) {
     return for_each_lane([=](int i) { return to_float(p[i]); });
+}
+inline Vec16 load(const int8_t* p) {
+    return for_each_lane([=](int i) { return float(p[i]); });
 }
 inline void store(float* p, const Vec16& a) { std::memcpy(p, a.v, sizeof a.v); }
 inline Vec16 add(const Vec16& a, const Vec16& b) {

@@ -8,7 +8,7 @@ Shapes: D hidden, F MLP, H heads, E head_dim, Ep = E rounded up to 16.
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from specdec_runtime.int8_grid import is_rounded, whole_numbers
 from specdec_runtime.native import abi
 
 LANES = 16
+# As decoder.cpp numbers them.
+_WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary types whose frequencies do not change with the sequence length.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -53,7 +56,8 @@ class PackedWeights:
     """The C structure `abi.Model` and the tensors it points into."""
 
     model: abi.Model
-    dtype: torch.dtype
+    dtype: torch.dtype  # that the weights, as numbers, fit in
+    matrix_dtype: torch.dtype  # that the matrices are stored in
     num_embeddings: int
     tensors: list[Tensor] = field(repr=False)  # alive as long as the pointers
     layers: ctypes.Array = field(repr=False)
@@ -69,17 +73,19 @@ def pack_weights(
     """Copies all weights of `model` into the layout of decoder.cpp.
 
     Args:
-        weight_dtype: bfloat16 or float32; None = bfloat16 if that changes no weight.
+        weight_dtype: bfloat16 or float32; None = the shortest that changes no weight, int8 (see
+            int8_grid.py) among them.
         head_rows: [n] int64 rows of the head to keep, in this order; None = all.
         head_token_ids: [n] int64 tokens that the kept rows stand for; None = their own numbers.
 
     Raises:
         ValueError: a layer that is not a plain nn.Linear, or another weight_dtype.
     """
-    dtype = weight_dtype or _exact_dtype(model)
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"weight_dtype {dtype}: expected torch.bfloat16 or torch.float32")
-    packer = _Packer(dtype)
+    if weight_dtype not in (torch.bfloat16, torch.float32, None):
+        raise ValueError(f"weight_dtype {weight_dtype}: expected torch.bfloat16 or torch.float32")
+    matrix_dtype = weight_dtype or _exact_dtype(model)
+    dtype = torch.bfloat16 if matrix_dtype == torch.int8 else matrix_dtype
+    packer = _Packer(matrix_dtype)
     config: PretrainedConfig = model.config
     decoder: Any = model.model
     layers = (abi.Layer * config.num_hidden_layers)()
@@ -102,12 +108,13 @@ def pack_weights(
         num_layers=config.num_hidden_layers, hidden_size=config.hidden_size,
         mlp_size=config.intermediate_size, num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads, head_dim=head_dim(config), num_logits=len(rows),
-        is_bfloat16=dtype == torch.bfloat16, norm_epsilon=config.rms_norm_eps,
+        weight_type=_WEIGHT_TYPES[matrix_dtype], norm_epsilon=config.rms_norm_eps,
         attention_scale=head_dim(config) ** -0.5, rotary_scale=rotary.attention_scaling,
     )  # fmt: skip
     return PackedWeights(
         model=packed,
         dtype=dtype,
+        matrix_dtype=matrix_dtype,
         num_embeddings=len(embedding),
         tensors=packer.tensors,
         layers=layers,
@@ -117,15 +124,17 @@ def pack_weights(
 def pack_matrix(linear: nn.Linear) -> PackedWeights:
     """One matrix as the head of a model without layers."""
     weight = linear.weight.detach()
-    packer = _Packer(torch.bfloat16 if _is_exact(weight) else torch.float32)
+    dtype = _shortest([weight])
+    packer = _Packer(dtype)
     layers = (abi.Layer * 0)()
     packed = abi.Model(
         layers=layers, head=packer.linear(weight, linear.bias), hidden_size=weight.shape[1],
-        num_logits=weight.shape[0], is_bfloat16=packer.dtype == torch.bfloat16,
+        num_logits=weight.shape[0], weight_type=_WEIGHT_TYPES[dtype],
     )  # fmt: skip
     return PackedWeights(
-        model=packed, dtype=packer.dtype, num_embeddings=0, tensors=packer.tensors, layers=layers
-    )
+        model=packed, dtype=dtype, matrix_dtype=dtype, num_embeddings=0, tensors=packer.tensors,
+        layers=layers,
+    )  # fmt: skip
 
 
 def allocate(num_elements: int, dtype: torch.dtype, *, huge_pages: bool) -> Tensor:
@@ -174,16 +183,20 @@ class _Packer:
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> abi.Linear:
         """Packs [outputs, inputs] into panels of 16 outputs."""
-        rows = weight.detach().to(device="cpu", dtype=self.dtype).contiguous()
+        rows, scale = weight.detach().cpu(), None
+        if self.dtype == torch.int8:
+            rows, scale = whole_numbers(rows)
+        rows = rows.to(self.dtype).contiguous()
         outputs, inputs = rows.shape
         padded = -(-outputs // LANES) * LANES
         panels = self.keep(allocate(padded * inputs, self.dtype, huge_pages=True))
         abi.decoder().draftloop_pack(
-            abi.pointer(rows), outputs, inputs, self.dtype == torch.bfloat16, abi.pointer(panels)
+            abi.pointer(rows), outputs, inputs, _WEIGHT_TYPES[self.dtype], abi.pointer(panels)
         )
         return abi.Linear(
-            weight=abi.pointer(panels), bias=_map(bias, self.vector), outputs=padded, inputs=inputs
-        )
+            weight=abi.pointer(panels), scale=_map(scale, self.vector),
+            bias=_map(bias, self.vector), outputs=padded, inputs=inputs,
+        )  # fmt: skip
 
     def vector(self, values: Tensor) -> int:
         """Address of a float32 copy, padded with zeros to a multiple of 16."""
@@ -233,19 +246,27 @@ def _window(config: PretrainedConfig, layer: int) -> int:
 
 
 def _exact_dtype(model: PreTrainedModel) -> torch.dtype:
-    """bfloat16 if every matrix is stored in it without a change, else float32."""
-    exact = all(_is_exact(matrix) for matrix in _matrices(model))
-    return torch.bfloat16 if exact else torch.float32
+    """The shortest that changes no matrix; embeddings are bfloat16 beside int8 matrices."""
+    if not all(_is_bfloat16(weight) for weight in _weights(model, nn.Embedding)):
+        return torch.float32
+    return _shortest(list(_weights(model, nn.Linear)))
 
 
-def _is_exact(matrix: Tensor) -> bool:
+def _shortest(matrices: Sequence[Tensor]) -> torch.dtype:
+    """int8, bfloat16 or float32, whichever first stores all of them without a change."""
+    if all(is_rounded(matrix) for matrix in matrices):
+        return torch.int8
+    return torch.bfloat16 if all(map(_is_bfloat16, matrices)) else torch.float32
+
+
+def _is_bfloat16(matrix: Tensor) -> bool:
     return torch.equal(matrix, matrix.to(torch.bfloat16).to(matrix.dtype))
 
 
-def _matrices(model: PreTrainedModel) -> Iterator[Tensor]:
+def _weights(model: PreTrainedModel, kind: type[nn.Module]) -> Iterator[Tensor]:
     for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            yield module.weight.detach()
+        if isinstance(module, kind):
+            yield module.weight.detach()  # type: ignore[operator,union-attr]
 
 
 def _plain(module: nn.Module, name: str) -> nn.Linear:
