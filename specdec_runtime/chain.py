@@ -1,6 +1,10 @@
-"""Drafting a chain one token at a time with any model: what the model-based drafters share.
+"""Drafting a chain with a model: what the model-based drafters share.
 
-Shapes: b rows, n of them drafting at a step, K steps, V the target's real vocabulary.
+One token at a time with any model (`draft_chain`), or in one call of an engine that can draft by
+itself (`greedy_chain`).
+
+Shapes: b rows, n of them drafting at a step, F tokens fed first, K steps, D hidden size, V the
+target's real vocabulary.
 """
 
 from collections.abc import Callable
@@ -11,11 +15,21 @@ from torch import Tensor
 
 from specdec_runtime.draft import Draft, no_draft
 from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.draft_vocabulary import DraftVocabulary
+from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.sampling import Sampler
 
 # (members, tokens) -> [n, V] logits: feeds `tokens` [n] (None at the first step: whatever the
 # model has not seen of those members) and scores what follows.
 NextLogits = Callable[[list[int], Tensor | None], Tensor]
+
+
+class ChainStart(NamedTuple):
+    """What the rows that draft are fed in front of their first token."""
+
+    token_ids: Tensor  # [n, F] int64, right-padded
+    num_new: Tensor  # [n] int64
+    hidden_in: Tensor | None = None  # [n, F, D] that enter the model beside them
 
 
 class _Step(NamedTuple):
@@ -58,6 +72,50 @@ def draft_chain(
             for history, token in zip(context, step.tokens.tolist(), strict=True):
                 history.append(token)
     return _assemble(steps, len(rows), lengths.num_drafted) if steps else no_draft(len(rows))
+
+
+def greedy_chain(
+    rows: list[int],
+    lengths: LengthRound,
+    *,
+    model: CausalModel,
+    cache: Cache,
+    sampler: Sampler,
+    vocab: DraftVocabulary,
+    start: Callable[[list[int]], ChainStart],
+    hands_on: int | None = None,
+) -> Draft | None:
+    """The same draft in one call of the model, or None where it cannot draft by itself.
+
+    It can, if its engine does so, greedily, over ids that all have a string, and if no draft length
+    waits for a confidence. With None nothing has been asked of `lengths`.
+
+    Args:
+        start: members that draft -> what they are fed first.
+        hands_on: see `NativeModel.greedy_chain`.
+    """
+    chain: Callable[..., Tensor] | None = getattr(model, "greedy_chain", None)
+    is_greedy = sampler.is_plain_greedy and vocab.is_proposable
+    if chain is None or not is_greedy or lengths.needs_confidence:
+        return None
+    while lengths.ask():  # nothing is told, so the lengths do not depend on the tokens
+        lengths.tell(None)
+    active = [member for member, count in enumerate(lengths.num_drafted) if count]
+    if not active:
+        return no_draft(len(rows))
+    first = start(active)
+    token_ids = chain(
+        first.token_ids,
+        cache,
+        num_new=first.num_new,
+        rows=[rows[member] for member in active],
+        steps=max(lengths.num_drafted),
+        hidden_in=first.hidden_in,
+        hands_on=hands_on,
+    )
+    drafted = token_ids.new_zeros(len(rows), token_ids.shape[1])
+    drafted[active] = token_ids
+    return Draft(drafted, torch.tensor(lengths.num_drafted))
 
 
 def _draw(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec_runtime.draft_length import LengthRound
-from specdec_runtime.model import Cache
+from specdec_runtime.model import Cache, right_padded
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
@@ -105,9 +105,4 @@ def no_draft(num_rows: int) -> Draft:
 
 def chains(proposals: Sequence[Sequence[int]]) -> Draft:
     """A draft of certain tokens (one-hot distributions) from one list per row."""
-    width = max(map(len, proposals), default=0)
-    padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
-    return Draft(
-        torch.tensor(padded, dtype=torch.int64).view(len(proposals), width),
-        torch.tensor([len(tokens) for tokens in proposals], dtype=torch.int64),
-    )
+    return Draft(*right_padded(proposals))

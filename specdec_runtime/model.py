@@ -17,6 +17,23 @@ import torch
 from torch import Tensor
 
 
+class NewTokens(NamedTuple):
+    """Texts of different lengths, as a pass takes them."""
+
+    token_ids: Tensor  # [b, Q] int64, right-padded with 0
+    num_new: Tensor  # [b] int64
+
+
+def right_padded(texts: Sequence[Sequence[int]]) -> NewTokens:
+    """Token ids of each row side by side."""
+    width = max(map(len, texts), default=0)
+    padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in texts]
+    return NewTokens(
+        torch.tensor(padded, dtype=torch.int64).view(len(texts), width),
+        torch.tensor([len(tokens) for tokens in texts], dtype=torch.int64),
+    )
+
+
 class ModelOutput(NamedTuple):
     """What one forward pass returns; every tensor is float32 whatever the model computes in."""
 

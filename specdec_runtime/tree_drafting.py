@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specdec_runtime.branches import Branch
 from specdec_runtime.draft import Draft, no_draft
+from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.tree_growth import ROOT, GrowingTree, TreeShape
 from specdec_runtime.trees import (
@@ -159,6 +160,25 @@ def tree_inputs(pending: list[int], tree: DraftTree) -> TreeInputs:
         (visible.sum(-1) - 1).masked_fill(is_padding, 0),  # padding is not a level of the tree
         visible,
     )
+
+
+def score_trees(
+    model: CausalModel, cache: Cache, rows: list[int], pending: list[int], tree: DraftTree
+) -> Tensor:
+    """[b, N + 1, columns] logits after the pending token and every node; the cache forgets both."""
+    inputs = tree_inputs(pending, tree)
+    starts = cache.lengths[rows]
+    output = model.forward(
+        inputs.token_ids,
+        cache,
+        num_new=inputs.num_new,
+        rows=rows,
+        positions=starts[:, None] + inputs.depths.cpu(),
+        visible=inputs.visible,
+    )
+    cache.truncate(starts, rows)
+    assert output.logits is not None
+    return output.logits
 
 
 def _packed(trees: list[GrowingTree | None]) -> DraftTree:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec_runtime.draft import Draft
-from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.model import Cache, CausalModel, right_padded
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.tree_drafting import tree_inputs
 from specdec_runtime.trees import DraftTree, verify_tree
@@ -74,12 +74,11 @@ class Verifier:
 
     def prefill(self, rows: list[int], prompts: list[list[int]]) -> Verdict:
         """Read the prompts; the first token of every row."""
-        width = max(map(len, prompts))
-        padded = torch.tensor([[*prompt, *[0] * (width - len(prompt))] for prompt in prompts])
+        new = right_padded(prompts)
         output = self._model.forward(
-            padded,
+            new.token_ids,
             self._cache,
-            num_new=torch.tensor([len(prompt) for prompt in prompts]),
+            num_new=new.num_new,
             rows=rows,
             last_only=True,
             hidden_layers=self._hidden_layers,

@@ -11,23 +11,22 @@ reduced head.
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec_runtime.chain import draft_chain
-from specdec_runtime.draft import Draft, no_draft
+from specdec_runtime.chain import ChainStart, draft_chain, greedy_chain
+from specdec_runtime.draft import Draft
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.formats import read_draft_vocab
-from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.model import Cache, CausalModel, NewTokens, right_padded
 from specdec_runtime.model_names import resolve_model
 from specdec_runtime.pretrained import load_module, load_tokenizer
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 from specdec_runtime.tokenizers import check_same_tokenizer
-from specdec_runtime.tree_drafting import draft_trees, tree_inputs
+from specdec_runtime.tree_drafting import draft_trees, score_trees
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
 
@@ -149,8 +148,17 @@ class CausalLMSession:
         for member, tokens in enumerate(committed):
             # Drafting k tokens feeds everything committed and k - 1 drafts.
             lengths.cap(member, self._max_positions - len(tokens) + 1)
-        if self._can_chain(lengths):
-            return self._greedy_chain(rows, committed, lengths)
+        chain = greedy_chain(
+            rows,
+            lengths,
+            model=self._model,
+            cache=self.cache,
+            sampler=self._sampler,
+            vocab=self._vocab,
+            start=lambda members: ChainStart(*self._unseen(members, rows, committed)),
+        )
+        if chain is not None:
+            return chain
 
         def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
             if tokens is None:
@@ -191,35 +199,6 @@ class CausalLMSession:
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         self.cache.truncate([len(tokens) - 1 for tokens in committed], rows)
 
-    def _can_chain(self, lengths: LengthRound) -> bool:
-        """Whether the model can draft by itself: greedily, over ids that all have a string."""
-        return (
-            hasattr(self._model, "greedy_chain")
-            and self._sampler.is_plain_greedy
-            and not lengths.needs_confidence
-            and self._vocab.is_proposable
-        )
-
-    def _greedy_chain(
-        self, rows: list[int], committed: list[list[int]], lengths: LengthRound
-    ) -> Draft:
-        while lengths.ask():  # nothing is told, so the lengths do not depend on the tokens
-            lengths.tell(None)
-        active = [member for member, count in enumerate(lengths.num_drafted) if count]
-        if not active:
-            return no_draft(len(rows))
-        token_ids, num_new = self._unseen(active, rows, committed)
-        chain = self._model.greedy_chain(  # type: ignore[attr-defined]
-            token_ids,
-            self.cache,
-            num_new=num_new,
-            rows=[rows[member] for member in active],
-            steps=max(lengths.num_drafted),
-        )
-        drafted = chain.new_zeros(len(rows), chain.shape[1])
-        drafted[active] = chain
-        return Draft(drafted, torch.tensor(lengths.num_drafted))
-
     def _feed(
         self, token_ids: Tensor, num_new: Tensor | None, members: list[int], rows: list[int]
     ) -> Tensor:
@@ -237,20 +216,9 @@ class CausalLMSession:
         """[n, N + 1, V] logits after the pending token and every node; the cache forgets both."""
         self._catch_up(members, rows, committed)
         batch = [rows[member] for member in members]
-        inputs = tree_inputs([committed[member][-1] for member in members], tree)
-        starts = self.cache.lengths[batch]
-        output = self._model.forward(
-            inputs.token_ids,
-            self.cache,
-            num_new=inputs.num_new,
-            rows=batch,
-            positions=starts[:, None] + inputs.depths.cpu(),
-            visible=inputs.visible,
-        )
-        self.cache.truncate(starts, batch)
-        assert output.logits is not None
-        logits = self._vocab.to_target(output.logits.flatten(0, 1))
-        return logits.view(*output.logits.shape[:2], -1)
+        pending = [committed[member][-1] for member in members]
+        scores = score_trees(self._model, self.cache, batch, pending, tree)
+        return self._vocab.to_target(scores.flatten(0, 1)).view(*scores.shape[:2], -1)
 
     def _catch_up(self, members: list[int], rows: list[int], committed: list[list[int]]) -> None:
         """Bring everything but the pending token into the cache."""
@@ -261,12 +229,7 @@ class CausalLMSession:
             batch = [rows[member] for member in behind]
             self._model.forward(token_ids, self.cache, num_new=num_new, rows=batch, logits=False)
 
-    def _unseen(
-        self, members: list[int], rows: list[int], committed: list[list[int]]
-    ) -> tuple[Tensor, Tensor]:
-        """Committed tokens that are not in the cache yet, right-padded: [b, Q], counts [b]."""
+    def _unseen(self, members: list[int], rows: list[int], committed: list[list[int]]) -> NewTokens:
+        """Committed tokens that are not in the cache yet."""
         seen = self.cache.lengths.tolist()
-        unseen = [committed[member][seen[rows[member]] :] for member in members]
-        width = max(map(len, unseen))
-        padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in unseen]
-        return torch.tensor(padded), torch.tensor([len(tokens) for tokens in unseen])
+        return right_padded([committed[member][seen[rows[member]] :] for member in members])

@@ -20,14 +20,14 @@ from specdec_runtime.chain import draft_chain
 from specdec_runtime.draft import Draft, chains
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine, make_model
-from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.model import Cache, CausalModel, right_padded
 from specdec_runtime.model_names import resolve_model
 from specdec_runtime.pretrained import load_module, load_tokenizer
 from specdec_runtime.retokenized import Retokenized
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 from specdec_runtime.token_bytes import shared_tokens
-from specdec_runtime.tree_drafting import draft_trees, tree_inputs
+from specdec_runtime.tree_drafting import draft_trees, score_trees
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
 
@@ -142,9 +142,7 @@ class _Session:
         self, batch: list[int], new: list[list[int]], *, logits: bool = True
     ) -> Tensor | None:
         """Feed some rows `new` tokens each, at least one; [n, 1, W] logits after the last."""
-        width = max(map(len, new))
-        padded = torch.tensor([[*tokens, *[0] * (width - len(tokens))] for tokens in new])
-        counts = torch.tensor([len(tokens) for tokens in new])
+        padded, counts = right_padded(new)
         for row, tokens in zip(batch, new, strict=True):
             self._fed[row] = self._fed[row] + tokens
         output = self._model.forward(
@@ -270,19 +268,8 @@ class TokenDraftSession(_Session):
         if behind:
             self._append(behind, [unseen[row] for row in behind], logits=False)
         own = tree._replace(token_ids=self._to_draft[tree.token_ids.to(self._to_draft.device)])
-        inputs = tree_inputs([ids[-1] for ids in texts], own)
-        starts = self._cache.lengths[batch]
-        output = self._model.forward(
-            inputs.token_ids,
-            self._cache,
-            num_new=inputs.num_new,
-            rows=batch,
-            positions=starts[:, None] + inputs.depths.cpu(),
-            visible=inputs.visible,
-        )
-        self._cache.truncate(starts, batch)
-        assert output.logits is not None
-        return self._to_target(output.logits)
+        pending = [ids[-1] for ids in texts]
+        return self._to_target(score_trees(self._model, self._cache, batch, pending, own))
 
     def _to_target(self, logits: Tensor) -> Tensor:
         """[..., W] -> [..., V]; tokens that only one vocabulary has get no mass."""

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec_runtime.chain import draft_chain
-from specdec_runtime.draft import Draft, no_draft
+from specdec_runtime.chain import ChainStart, draft_chain, greedy_chain
+from specdec_runtime.draft import Draft
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.eagle3_network import Eagle3Network, load_eagle3
@@ -137,8 +137,18 @@ class Eagle3Session:
         for member, tokens in enumerate(committed):
             # Drafting k tokens makes entries up to position len(tokens) + k - 3.
             lengths.cap(member, self._model.max_positions - len(tokens) + 2)
-        if self._can_chain(lengths):
-            return self._greedy_chain(rows, committed, lengths)
+        chain = greedy_chain(
+            rows,
+            lengths,
+            model=self._model,
+            cache=self.cache,
+            sampler=self._sampler,
+            vocab=self._vocab,
+            start=lambda members: self._unseen(members, rows, committed),
+            hands_on=self._drafter.hands_on,
+        )
+        if chain is not None:
+            return chain
         states: dict[int, Tensor] = {}  # row -> [D], what its next step is entered with
 
         def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
@@ -178,8 +188,8 @@ class Eagle3Session:
 
     def _unseen(
         self, members: list[int], rows: list[int], committed: list[list[int]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the members' rows are fed first: tokens [n, F], counts [n], fused states [n, F, D]."""
+    ) -> ChainStart:
+        """What the members' rows are fed first, with the fused states."""
         states, tokens = [], []
         for member in members:
             row = rows[member]
@@ -187,7 +197,7 @@ class Eagle3Session:
             states.append(torch.cat(self._waiting[row]))
             tokens.append(torch.tensor(committed[member][known + 1 :]))
             self._waiting[row] = []
-        return (
+        return ChainStart(
             pad_sequence(tokens, batch_first=True),
             torch.tensor([len(part) for part in tokens]),
             self._drafter.fuse(pad_sequence(states, batch_first=True)),
@@ -199,7 +209,7 @@ class Eagle3Session:
         states: dict[int, Tensor],
         token_ids: Tensor,
         num_new: Tensor | None,
-        entering: Tensor,
+        entering: Tensor | None,
     ) -> Tensor:
         """[n, V] logits after the last entry of each row; puts its state into `states`."""
         hands_on = self._drafter.hands_on
@@ -218,35 +228,3 @@ class Eagle3Session:
         for place, row in enumerate(batch):
             states[row] = output.hidden[hands_on][place, last[place]]
         return self._vocab.to_target(output.logits[:, 0])
-
-    def _can_chain(self, lengths: LengthRound) -> bool:
-        """Whether the engine can draft by itself: greedily, over ids that all have a string."""
-        return (
-            isinstance(self._model, NativeModel)
-            and self._sampler.is_plain_greedy
-            and not lengths.needs_confidence
-            and self._vocab.is_proposable
-        )
-
-    def _greedy_chain(
-        self, rows: list[int], committed: list[list[int]], lengths: LengthRound
-    ) -> Draft:
-        while lengths.ask():  # nothing is told, so the lengths do not depend on the tokens
-            lengths.tell(None)
-        active = [member for member, count in enumerate(lengths.num_drafted) if count]
-        if not active:
-            return no_draft(len(rows))
-        assert isinstance(self._model, NativeModel)
-        token_ids, num_new, entering = self._unseen(active, rows, committed)
-        chain = self._model.greedy_chain(
-            token_ids,
-            self.cache,  # type: ignore[arg-type]
-            num_new=num_new,
-            rows=[rows[member] for member in active],
-            steps=max(lengths.num_drafted),
-            hidden_in=entering,
-            hands_on=self._drafter.hands_on,
-        )
-        drafted = chain.new_zeros(len(rows), chain.shape[1])
-        drafted[active] = chain
-        return Draft(drafted, torch.tensor(lengths.num_drafted))
