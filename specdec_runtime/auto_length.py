@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from specdec_runtime.draft import Drafter
+from specdec_runtime.draft import Drafter, without_learning
 from specdec_runtime.draft_length import ConfidenceThreshold, CostAware, DraftLength, FixedLength
 from specdec_runtime.model import CausalModel
 from specdec_runtime.results import Round
@@ -94,7 +94,7 @@ def _rounds(
     """Some rounds of real decoding; the first, in which the drafter reads the prompt, is left out."""
     from specdec_runtime.decode import SpeculativeDecoder  # it imports this module
 
-    decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=policy)
+    decoder = SpeculativeDecoder(target, without_learning(drafter), num_draft_tokens=policy)
     decoding = decoder._begin(
         prompts,
         max_new_tokens=1 + _NUM_TURNS * (policy.num_draft_tokens + 1),

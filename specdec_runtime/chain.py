@@ -1,19 +1,20 @@
-"""Drafting a chain with a model: what the model-based drafters share.
+"""Drafting chains: what the drafters share.
 
-One token at a time with any model (`draft_chain`), or in one call of an engine that can draft by
-itself (`greedy_chain`).
+With a model, one token at a time (`draft_chain`), or in one call of an engine that can draft by
+itself (`greedy_chain`). Or without one: `certain_chains`.
 
 Shapes: b rows, n of them drafting at a step, F tokens fed first, K steps, D hidden size, V the
 target's real vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec_runtime.draft import Draft, no_draft
+from specdec_runtime.draft import Draft, chains, no_draft
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.model import Cache, CausalModel
@@ -47,6 +48,7 @@ def draft_chain(
     *,
     sampler: Sampler,
     next_logits: NextLogits,
+    confidences: Callable[[list[int], Tensor], Tensor] | None = None,
     temperature: float | None = None,
 ) -> Draft:
     """Draft for each row as many tokens as `lengths` asks for.
@@ -54,6 +56,8 @@ def draft_chain(
     Args:
         rows: batch rows; a member is an index into them.
         committed: all final tokens of each.
+        confidences: (members, tokens just drawn) -> [n] what is told of them; None = the drafter's
+            probabilities of them, at temperature 1.
         temperature: see `Sampler.probs`.
     """
     histories = [list(tokens) for tokens in committed] if sampler.needs_history else None
@@ -67,7 +71,10 @@ def draft_chain(
         context = None if histories is None else [histories[member] for member in members]
         step = _draw(sampler, logits, members, [rows[i] for i in members], context, temperature)
         steps.append(step)
-        lengths.tell(_confidences(logits, step.tokens) if lengths.needs_confidence else None)
+        told = None
+        if lengths.needs_confidence:
+            told = (confidences or partial(_probabilities, logits))(members, step.tokens)
+        lengths.tell(None if told is None else told.tolist())  # waits for the device
         if context is not None:
             for history, token in zip(context, step.tokens.tolist(), strict=True):
                 history.append(token)
@@ -118,6 +125,16 @@ def greedy_chain(
     return Draft(drafted, torch.tensor(lengths.num_drafted))
 
 
+def certain_chains(proposals: Sequence[Sequence[int]], lengths: LengthRound) -> Draft:
+    """As much as `lengths` asks for of what was found for each row, as certain tokens."""
+    for member, tokens in enumerate(proposals):
+        lengths.cap(member, len(tokens))
+    while lengths.ask():
+        lengths.tell(None)
+    counts = lengths.num_drafted
+    return chains([tokens[:count] for tokens, count in zip(proposals, counts, strict=True)])
+
+
 def _draw(
     sampler: Sampler,
     logits: Tensor,
@@ -133,9 +150,9 @@ def _draw(
     return _Step(members, sampler.draw(probs, batch), probs)
 
 
-def _confidences(logits: Tensor, tokens: Tensor) -> list[float]:
-    """The drafter's probability of each token drawn, at temperature 1; waits for the device."""
-    return logits.softmax(-1).gather(1, tokens[:, None]).squeeze(1).tolist()
+def _probabilities(logits: Tensor, members: list[int], tokens: Tensor) -> Tensor:
+    """[n] the drafter's probability of each token drawn, at temperature 1."""
+    return logits.softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
 def _assemble(steps: list[_Step], num_rows: int, num_drafted: list[int]) -> Draft:

@@ -96,6 +96,19 @@ class Drafter(Protocol):
         """A session for `batch_size` rows of up to `capacity` tokens each."""
 
 
+@runtime_checkable
+class Learning(Protocol):
+    """A drafter that learns from what it decodes."""
+
+    def forgetful(self) -> Drafter:
+        """The same drafter, knowing what this one knows, that does not learn."""
+
+
+def without_learning(drafter: Drafter) -> Drafter:
+    """The drafter for rounds that nobody gets to see, such as those that are timed."""
+    return drafter.forgetful() if isinstance(drafter, Learning) else drafter
+
+
 def no_draft(num_rows: int) -> Draft:
     """The draft of nothing: the round then is a plain decoding step."""
     return Draft(

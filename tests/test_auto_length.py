@@ -8,6 +8,8 @@ from specdec_runtime import auto_length
 from specdec_runtime.auto_length import fit_line, measured_policy, time_passes
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import CostAware
+from specdec_runtime.drafters.composite import CompositeDrafter
+from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
 from specdec_runtime.target import Target
 from tests.table_model import ScriptedDrafter, TableModel
 
@@ -99,6 +101,18 @@ def test_measuring_is_in_front_of_the_clock_of_a_call(clock):
     assert generation.prefill_s == pytest.approx(2e-3)
     assert generation.seconds == pytest.approx(80 * 2e-3)
     assert clock.now > 2 * generation.seconds
+
+
+def test_a_drafter_that_remembers_does_not_remember_what_was_only_measured(clock):
+    known = {"min_survival": 0.5, "tokens_per_match": 1.0}
+    lookup = SuffixLookupDrafter(remembers=True)
+    for drafter in (lookup, CompositeDrafter(lookup, perfect_drafter(clock, 0.0))):
+        measured_policy(target(clock), drafter)
+        assert lookup.corpus.continuation(TEXT[:2], 2, **known).token_ids == []
+    SpeculativeDecoder(target(clock), drafter, num_draft_tokens="auto").generate(
+        [TEXT[:5]], max_new_tokens=9
+    )
+    assert lookup.corpus.continuation(TEXT[:2], 2, **known).token_ids == TEXT[2:4]
 
 
 def test_a_draft_that_only_pays_when_it_is_long_is_begun():

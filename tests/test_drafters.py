@@ -234,6 +234,13 @@ def test_a_composite_asks_the_model_only_where_lookup_found_nothing():
     assert generation.stats.acceptance_rate > 0.8
 
 
+def test_a_composite_with_a_drafter_on_the_targets_cache_is_refused():
+    model = HFModel(MODULE)
+    drafter = CompositeDrafter(SuffixLookupDrafter(), EarlyExitDrafter(model, exit_layer=1))
+    with pytest.raises(ValueError, match="lookup and early exit is not offered"):
+        SpeculativeDecoder(model, drafter).generate([[5, 6]], max_new_tokens=4)
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_early_exit_computes_nothing_twice(index):
     module = noisy_copy(MODULE, 0.0)

@@ -10,6 +10,7 @@ from specdec_runtime.drafters.eagle3 import Eagle3Drafter, load
 from specdec_runtime.eagle3_network import Eagle3Network, eagle3_config, load_eagle3
 from specdec_runtime.formats import DRAFT_VOCAB_NAME, DrafterManifest, TargetRecord, write_drafter
 from specdec_runtime.hf_model import HFModel
+from specdec_runtime.loading import load_drafter
 from specdec_runtime.target import Target
 from tests.conftest import tiny_llama
 
@@ -155,6 +156,13 @@ def test_the_folder_holds_the_serving_engines_names_and_loads_again(tmp_path):
     goal = target("eager")
     drafter = load(tmp_path / "drafter", goal, engine="eager", settings={})
     assert torch.equal(drafter.draft_vocab, KEPT)
+    behind_lookup = load_drafter(f"composite:eagle3:{tmp_path / 'drafter'}", goal, min_match=2)
+    assert isinstance(behind_lookup.model, Eagle3Drafter)
+    assert (behind_lookup.lookup.min_match, behind_lookup.lookup.min_survival) == (2, 0.5)
+    for drafts in (drafter, behind_lookup):
+        decoder = SpeculativeDecoder(goal, drafts, num_draft_tokens=3)
+        texts = decoder.generate(PROMPTS, max_new_tokens=20).token_ids
+        assert texts == SpeculativeDecoder(goal).generate(PROMPTS, max_new_tokens=20).token_ids
     assert drafter.hidden_layers == (1, 2, 3)
     read = load_eagle3(tmp_path / "drafter")
     for name, tensor in made.state_dict().items():

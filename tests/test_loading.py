@@ -123,7 +123,12 @@ def test_every_specification_gives_its_drafter(target, target_folder, tmp_path):
     assert (
         type(load_drafter(f"cross_tokenizer:{other}", target)).__name__ == "CrossTokenizerDrafter"
     )
-    assert type(load_drafter(f"composite:{target_folder}", target)).__name__ == "CompositeDrafter"
+    composite = load_drafter(f"composite:{target_folder}", target, temperature=0.5, min_match=4)
+    assert type(composite).__name__ == "CompositeDrafter"
+    assert (composite.lookup.min_match, composite.model.temperature) == (4, 0.5)
+    for nothing in ("composite", "composite:none"):
+        with pytest.raises(ValueError, match="needs a drafter behind the lookup"):
+            load_drafter(nothing, target)
     assert {"causal_lm", "prompt_lookup", "suffix_lookup", "early_exit"} <= set(drafter_kinds())
 
 

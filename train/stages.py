@@ -16,7 +16,7 @@ from distill.recipe import RefreshableDrafter
 from distill.signal_forms import SignalForm
 from eval.run import evaluate
 from eval.session import print_summary
-from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.formats import DrafterManifest
 from specdec_runtime.loading import load_drafter
 from specdec_runtime.target import Target
@@ -256,7 +256,7 @@ def evaluate_folder(
     drafters = {name: load_drafter(folder, material.target, engine=job.config.target.engine)}
     if job.config.evaluate_lookup:
         drafters["lookup"] = load_drafter("lookup", material.target)
-        if isinstance(drafters[name], CausalLMDrafter):
+        if not isinstance(drafters[name], EarlyExitDrafter):
             drafters[f"lookup, then {name}"] = load_drafter(f"composite:{folder}", material.target)
     output = job.run_dir / EVALUATION
     results = evaluate(

@@ -4,21 +4,33 @@ Where the text repeats itself, lookup drafts for free and its drafts are long; e
 drafts. The choice depends on committed tokens only, so the output law is untouched.
 """
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec_runtime.draft import Draft, Drafter, DraftSession, TreeSession
+from specdec_runtime.draft import (
+    Draft,
+    Drafter,
+    DraftSession,
+    TargetSharing,
+    TreeSession,
+    without_learning,
+)
 from specdec_runtime.draft_length import LengthRound
-from specdec_runtime.drafters.causal_lm import load as load_causal_lm
 from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
 from specdec_runtime.engines import Engine
+from specdec_runtime.loading import load_drafter
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
+
+_LOOKUP_SETTINGS = signature(SuffixLookupDrafter).parameters
+# What lookup finds takes the place of a draft that is likely too: only clear cases pay.
+_STRICT = {"min_match": 3, "min_survival": 0.5}
 
 
 class CompositeDrafter:
@@ -28,9 +40,7 @@ class CompositeDrafter:
         lookup: a drafter that costs nothing, strict enough that what it finds is likely.
         model: a drafter for everything else.
 
-    Raises:
-        ValueError: for a model that drafts on the target's own cache, which has to see every row
-            of every round.
+    A model that drafts on the target's own cache has to draft for every row, so it is refused.
     """
 
     def __init__(self, lookup: Drafter, model: Drafter) -> None:
@@ -39,9 +49,18 @@ class CompositeDrafter:
         self.hidden_layers = model.hidden_layers
         self.max_positions = None  # where the model's end, lookup goes on
 
+    def forgetful(self) -> "CompositeDrafter":
+        """The same with members that do not learn."""
+        return CompositeDrafter(without_learning(self.lookup), without_learning(self.model))
+
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "CompositeSession":
         first = self.lookup.begin(batch_size, capacity, sampler)
         second = self.model.begin(batch_size, capacity, sampler)
+        if isinstance(second, TargetSharing):
+            raise ValueError(
+                "a composite of lookup and early exit is not offered: what drafts on the target's "
+                "own cache has to draft for every row; use either of them alone"
+            )
         if isinstance(first, TreeSession) and isinstance(second, TreeSession):
             return TreeCompositeSession(first, second)
         return CompositeSession(first, second)
@@ -50,16 +69,21 @@ class CompositeDrafter:
 def load(
     folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
 ) -> CompositeDrafter:
-    """Suffix lookup with the causal LM in `folder`.
+    """Suffix lookup in front of the drafter that `folder` names, in any way that `load_drafter` knows.
 
-    Settings: `temperature` of the model; the others are those of `SuffixLookupDrafter`.
+    Settings: those of `SuffixLookupDrafter`; the others are the model's.
+
+    Raises:
+        ValueError: if no drafter is named, or for whatever is wrong with it.
     """
-    lookup = {key: value for key, value in settings.items() if key != "temperature"}
-    model = {key: value for key, value in settings.items() if key == "temperature"}
-    return CompositeDrafter(
-        SuffixLookupDrafter(**{"min_match": 3, "min_survival": 0.5, **lookup}),
-        load_causal_lm(folder, target, engine=engine, settings=model),
-    )
+    model = None
+    if folder is not None:
+        rest = {key: value for key, value in settings.items() if key not in _LOOKUP_SETTINGS}
+        model = load_drafter(folder, target, engine=engine, **rest)
+    if model is None:
+        raise ValueError("a composite needs a drafter behind the lookup: composite:FOLDER")
+    lookup = {key: value for key, value in settings.items() if key in _LOOKUP_SETTINGS}
+    return CompositeDrafter(SuffixLookupDrafter(**_STRICT | lookup), model)
 
 
 class CompositeSession:
@@ -114,8 +138,6 @@ class TreeCompositeSession(CompositeSession):
 
 def _merged_trees(found: Draft, drafted: Draft) -> Draft:
     """Row by row whichever drafted a tree; those of lookup claim no distribution (zeros)."""
-    if drafted.exit_hidden is not None:
-        raise ValueError("a composite takes trees of a model of its own: not of early exit")
     if found.tree is None or drafted.tree is None:
         return drafted if found.tree is None else found
     num_nodes = found.num_drafted + drafted.num_drafted
@@ -133,8 +155,6 @@ def _merged_trees(found: Draft, drafted: Draft) -> Draft:
 
 def _merged(found: Draft, drafted: Draft) -> Draft:
     """Row by row whichever drafted something; certain tokens next to drawn ones are one-hot."""
-    if drafted.exit_hidden is not None or drafted.tree is not None:
-        raise ValueError("a composite takes chains of a model of its own: not early exit or trees")
     if not bool(drafted.num_drafted.any()):
         return found
     device = drafted.token_ids.device

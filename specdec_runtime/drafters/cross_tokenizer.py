@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec_runtime.chain import draft_chain
-from specdec_runtime.draft import Draft, chains
+from specdec_runtime.chain import certain_chains, draft_chain
+from specdec_runtime.draft import Draft
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.model import Cache, CausalModel, right_padded
@@ -179,14 +179,11 @@ class TextDraftSession(_Session):
                 written[member].append(token)
             members = [member for member in members if len(written[member]) < wanted[member]]
             ids = torch.tensor([written[member][-1] for member in members])
-        found = []
-        for member, (row, tokens) in enumerate(zip(rows, committed, strict=True)):
-            found.append(self._in_target_tokens(row, tokens, written[member]))
-            lengths.cap(member, len(found[-1]))
-        while lengths.ask():
-            lengths.tell(None)
-        counts = lengths.num_drafted
-        return chains([tokens[:count] for tokens, count in zip(found, counts, strict=True)])
+        found = [
+            self._in_target_tokens(row, tokens, text)
+            for row, tokens, text in zip(rows, committed, written, strict=True)
+        ]
+        return certain_chains(found, lengths)
 
     def _in_target_tokens(self, row: int, tokens: list[int], written: list[int]) -> list[int]:
         """What was written, re-encoded: up to the first id that the target's head does not have."""

@@ -9,20 +9,16 @@ changes which tokens are proposed, never the law of the text.
 """
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from specdec_runtime.branches import Branch
-from specdec_runtime.draft import Draft, chains
-from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.engines import Engine
+from specdec_runtime.lookup import LookupSession
 from specdec_runtime.occurrences import Occurrences
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
-from specdec_runtime.tree_drafting import certain_trees
-from specdec_runtime.tree_growth import TreeShape
 
 
 class SuffixLookupDrafter:
@@ -33,9 +29,9 @@ class SuffixLookupDrafter:
         min_match: shortest match worth proposing from, in tokens.
         tokens_per_match: drafted tokens per matched token, at most.
         min_survival: goes on while at least this share of the occurrences agrees.
-        remembers: whether what is decoded joins the corpus as it comes, for the other rows and
-            later calls. Sampled text then still follows the target's distribution, but a seed
-            gives the same text only for the same memory.
+        remembers: whether what is decoded for a caller joins the corpus as it comes, for the other
+            rows and later calls. Sampled text then still follows the target's distribution, but a
+            seed gives the same text only for the same memory.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -60,36 +56,19 @@ class SuffixLookupDrafter:
         self.tokens_per_match = tokens_per_match
         self.min_survival = min_survival
         self.remembers = remembers
-        self._corpus = Occurrences(min_match)
+        self.corpus = Occurrences(min_match)
         for tokens in corpus:
-            self._corpus.add_text(tokens)
+            self.corpus.add_text(tokens)
 
-    def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "SuffixLookupSession":
-        corpus = self._corpus if self.remembers else None
-        return SuffixLookupSession(self, batch_size, corpus)
+    def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> LookupSession:
+        memory = self.corpus if self.remembers else None
+        return LookupSession([_SuffixIndex(self, memory) for _ in range(batch_size)])
 
-    def longest(self, own: Occurrences, tokens: list[int], limit: int) -> list[int]:
-        """The better of what this text and what the earlier ones predict."""
-        found = [
-            source.continuation(
-                tokens,
-                limit,
-                min_survival=self.min_survival,
-                tokens_per_match=self.tokens_per_match,
-            )
-            for source in (own, self._corpus)
-        ]
-        return max(found, key=lambda continuation: sum(continuation.survival)).token_ids
-
-    def branches(self, own: Occurrences, tokens: list[int], limit: int) -> Branch:
-        """Everything that this text and the earlier ones predict."""
-        return Branch.merged(
-            (following, float(length))
-            for source in (own, self._corpus)
-            for following, length in source.continuations(
-                tokens, limit, tokens_per_match=self.tokens_per_match
-            )
-        )
+    def forgetful(self) -> "SuffixLookupDrafter":
+        """The same drafter, knowing what this one knows, that does not learn."""
+        twin = copy(self)
+        twin.remembers = False
+        return twin
 
 
 def load(
@@ -99,61 +78,44 @@ def load(
     return SuffixLookupDrafter(**settings)
 
 
-class SuffixLookupSession:
-    """Each row's own text, committed tokens only, and the shared corpus: nothing to roll back."""
+class _SuffixIndex:
+    """One row's own text, beside what its drafter knows of earlier ones."""
 
-    def __init__(
-        self, drafter: SuffixLookupDrafter, batch_size: int, corpus: Occurrences | None
-    ) -> None:
+    def __init__(self, drafter: SuffixLookupDrafter, memory: Occurrences | None) -> None:
         self._drafter = drafter
-        self._own = [Occurrences(drafter.min_match) for _ in range(batch_size)]
-        for occurrences in self._own:
-            occurrences.add_text()
-        self._corpus = corpus
-        # Rows join the corpus as they grow, so an interrupted call has taught what it decoded.
-        self._texts = [corpus.add_text() for _ in range(batch_size)] if corpus else []
+        self._own = Occurrences(drafter.min_match)
+        self._own.add_text()
+        self._memory = memory
+        # The row joins the memory as it grows, so an interrupted call has taught what it decoded.
+        self._text = -1 if memory is None else memory.add_text()
 
-    def propose(
-        self,
-        rows: list[int],
-        committed: list[list[int]],
-        lengths: LengthRound,
-        features: dict[int, Tensor] | None = None,
-    ) -> Draft:
-        found = []
-        for member, (row, tokens) in enumerate(zip(rows, committed, strict=True)):
-            self._read(row, tokens)
-            limit = lengths.limit(member)
-            found.append(self._drafter.longest(self._own[row], tokens, limit))
-            lengths.cap(member, len(found[-1]))
-        while lengths.ask():
-            lengths.tell(None)
-        counts = lengths.num_drafted
-        return chains([tokens[:count] for tokens, count in zip(found, counts, strict=True)])
+    def continuation(self, tokens: list[int], limit: int) -> list[int]:
+        """The better of what this text and what the earlier ones predict."""
+        found = [
+            source.continuation(
+                tokens,
+                limit,
+                min_survival=self._drafter.min_survival,
+                tokens_per_match=self._drafter.tokens_per_match,
+            )
+            for source in self._sources(tokens)
+        ]
+        return max(found, key=lambda continuation: sum(continuation.survival)).token_ids
 
-    def propose_trees(
-        self,
-        rows: list[int],
-        committed: list[list[int]],
-        limits: list[int],
-        shape: TreeShape,
-        features: dict[int, Tensor] | None = None,
-    ) -> Draft:
-        """All occurrences as branches; the longer the match, the more its vote counts."""
-        branches = []
-        for row, tokens, limit in zip(rows, committed, limits, strict=True):
-            self._read(row, tokens)
-            depth = min(limit, shape.num_nodes)
-            branches.append(self._drafter.branches(self._own[row], tokens, depth))
-        return certain_trees(branches, limits, shape)
+    def branches(self, tokens: list[int], limit: int) -> Branch:
+        """All occurrences; the longer the match, the more its vote counts."""
+        return Branch.merged(
+            (following, float(length))
+            for source in self._sources(tokens)
+            for following, length in source.continuations(
+                tokens, limit, tokens_per_match=self._drafter.tokens_per_match
+            )
+        )
 
-    def commit(self, rows: list[int], committed: list[list[int]]) -> None:
-        if self._corpus is None:
-            return
-        for row, tokens in zip(rows, committed, strict=True):
-            text = self._texts[row]
-            self._corpus.extend(text, tokens[self._corpus.length(text) :])
+    def commit(self, tokens: list[int]) -> None:
+        if self._memory is not None:
+            self._memory.extend(self._text, tokens[self._memory.length(self._text) :])
 
-    def _read(self, row: int, tokens: list[int]) -> None:
-        own = self._own[row]
-        own.extend(0, tokens[own.length(0) :])
+    def _sources(self, tokens: list[int]) -> tuple[Occurrences, Occurrences]:
+        self._own.extend(0, tokens[self._own.length(0) :])
+        return self._own, self._drafter.corpus
