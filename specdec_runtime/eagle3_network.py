@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -34,9 +33,9 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specdec_runtime.drafter_files import read
+from specdec_runtime.network_folder import fill_network, save_network
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-WEIGHTS_NAME = "model.safetensors"
 NORMS = ("eagle3", "eagle3.1")
 # Flags of other trainers' heads that this network has no part for.
 NOT_COMPUTED = ("norm_before_residual", "norm_before_fc")
@@ -208,14 +207,7 @@ class Eagle3Network(LlamaPreTrainedModel):
 
     def save_pretrained(self, folder: str | Path, **unused: Any) -> None:  # type: ignore[override]
         """config.json and model.safetensors under the serving engines' names."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.config.save_pretrained(folder)
-        tensors = {
-            _folder_name(name): tensor.detach().cpu().contiguous()
-            for name, tensor in self.state_dict().items()
-        }
-        save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_network(self, folder, _FOLDER_NAMES)
 
 
 def load_eagle3(folder: str | Path, *, device: torch.device | str = "cpu") -> Eagle3Network:
@@ -246,16 +238,7 @@ def load_eagle3(folder: str | Path, *, device: torch.device | str = "cpu") -> Ea
         )
     config: LlamaConfig = LlamaConfig.from_dict(files.config)
     network = Eagle3Network(config)
-    found = files.tensors
-    wanted = {_folder_name(name): name for name in network.state_dict()}
-    if differing := sorted(wanted.keys() ^ found.keys()):
-        raise ValueError(f"{folder}: {differing[0]} is missing or unknown")
     assert isinstance(config.dtype, torch.dtype), config.dtype  # transformers parses the string
     nn.Module.to(network, dtype=config.dtype)
-    network.load_state_dict({wanted[name]: tensor for name, tensor in found.items()})
+    fill_network(network, files.tensors, _FOLDER_NAMES, folder)
     return nn.Module.to(network, device=device).eval()
-
-
-def _folder_name(name: str) -> str:
-    prefix = next(prefix for prefix in _FOLDER_NAMES if name.startswith(prefix))
-    return _FOLDER_NAMES[prefix] + name.removeprefix(prefix)

@@ -26,6 +26,7 @@ from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.eagle3_network import Eagle3Network, load_eagle3
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.formats import read_draft_vocab
+from specdec_runtime.handed_over import HandedOver
 from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.native import NativeLinear, NativeModel
 from specdec_runtime.sampling import Sampler
@@ -123,8 +124,7 @@ class Eagle3Session:
         self._model = drafter.model
         self._sampler = sampler
         self._vocab = DraftVocabulary(drafter.draft_vocab, drafter.model, sampler.vocab_size)
-        self._waiting: list[list[Tensor]] = [[] for _ in range(batch_size)]  # each [F, A * D]
-        self._handed_over = [0] * batch_size  # states of each row so far
+        self._states = HandedOver(batch_size, drafter.hidden_layers)
 
     def propose(
         self,
@@ -133,7 +133,7 @@ class Eagle3Session:
         lengths: LengthRound,
         features: dict[int, Tensor] | None = None,
     ) -> Draft:
-        self._take(rows, committed, features)
+        self._states.take(rows, committed, features)
         for member, tokens in enumerate(committed):
             # Drafting k tokens makes entries up to position len(tokens) + k - 3.
             lengths.cap(member, self._model.max_positions - len(tokens) + 2)
@@ -169,22 +169,7 @@ class Eagle3Session:
 
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         """Entries made of the layer's own states go; the target's are on their way."""
-        self.cache.truncate([self._num_true(row) for row in rows], rows)
-
-    def _num_true(self, row: int) -> int:
-        """Entries of a row that were made of the target's states."""
-        return self._handed_over[row] - sum(map(len, self._waiting[row]))
-
-    def _take(
-        self, rows: list[int], committed: list[list[int]], features: dict[int, Tensor] | None
-    ) -> None:
-        """Keeps the states that the target has handed over until their row drafts."""
-        assert features, "the loop hands over the hidden layers that a drafter names"
-        states = torch.cat([features[k] for k in self._drafter.hidden_layers], dim=-1)
-        for member, (row, tokens) in enumerate(zip(rows, committed, strict=True)):
-            count = len(tokens) - 1 - self._handed_over[row]
-            self._waiting[row].append(states[member, :count])
-            self._handed_over[row] += count
+        self.cache.truncate([self._states.num_read(row) for row in rows], rows)
 
     def _unseen(
         self, members: list[int], rows: list[int], committed: list[list[int]]
@@ -193,10 +178,9 @@ class Eagle3Session:
         states, tokens = [], []
         for member in members:
             row = rows[member]
-            known = self._num_true(row)
-            states.append(torch.cat(self._waiting[row]))
+            known = self._states.num_read(row)
+            states.append(self._states.read(row))
             tokens.append(torch.tensor(committed[member][known + 1 :]))
-            self._waiting[row] = []
         return ChainStart(
             pad_sequence(tokens, batch_first=True),
             torch.tensor([len(part) for part in tokens]),
