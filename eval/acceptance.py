@@ -6,8 +6,9 @@ has one temperature.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from eval.intervals import NUM_RESAMPLES, Interval, mean_interval, ratio_interval
 from eval.looping import is_looping
@@ -21,6 +22,36 @@ from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import Target
 
 Progress = Callable[[int], None]  # called with the number of prompts just finished
+
+
+class Counts(Protocol):
+    """What figures are made of: counts of a prompt, or their expectations (sampled_replay.py)."""
+
+    @property
+    def num_rounds(self) -> float: ...
+    @property
+    def num_drafted(self) -> float: ...
+    @property
+    def num_accepted(self) -> float: ...
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def drafted_by_position(self) -> Sequence[float]: ...
+    @property
+    def accepted_by_position(self) -> Sequence[float]: ...
+
+
+class Counted(Protocol):
+    """Counts of a set of prompts and the texts they belong to; the lists run parallel."""
+
+    @property
+    def prompts(self) -> Sequence[Counts]: ...
+    @property
+    def token_ids(self) -> Sequence[list[int]]: ...
+    @property
+    def finish_reasons(self) -> Sequence[str]: ...
+    @property
+    def seconds(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -114,22 +145,29 @@ def measure_acceptance(
 
 
 def acceptance_result(
-    measured: MeasuredAcceptance,
+    counted: Counted,
     prompts: Sequence[EvalPrompt],
     *,
     drafter: str,
     suite: str,
     temperature: float,
     num_draft_tokens: int,
+    decoded: Collection[int] | None = None,
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
 ) -> AcceptanceResult:
-    """The record of a measurement: micro and macro figures, by position, with intervals."""
-    rows = measured.prompts
+    """The record of a measurement: micro and macro figures, by position, with intervals.
+
+    Args:
+        decoded: indices of the prompts that were decoded, the others' counts being replayed; None =
+            all.
+    """
+    rows = counted.prompts
     rates = [_defined(row.num_accepted, row.num_drafted) for row in rows]
     lengths = [_defined(row.num_accepted + row.num_rounds, row.num_rounds) for row in rows]
     options = {"num_resamples": num_resamples, "seed": seed}
-    looping = [is_looping(ids) for ids in measured.token_ids]
+    looping = [is_looping(ids) for ids in counted.token_ids]
+    were_decoded = set(range(len(rows)) if decoded is None else decoded)
     return AcceptanceResult(
         drafter=drafter,
         suite=suite,
@@ -137,26 +175,38 @@ def acceptance_result(
         num_draft_tokens=num_draft_tokens,
         num_prompts=len(rows),
         num_looping=sum(looping),
-        num_rounds=measured.stats.num_rounds,
-        num_drafted=measured.stats.num_drafted,
-        num_accepted=measured.stats.num_accepted,
-        num_tokens=measured.stats.num_tokens,
+        num_rounds=sum(row.num_rounds for row in rows),
+        num_drafted=sum(row.num_drafted for row in rows),
+        num_accepted=sum(row.num_accepted for row in rows),
+        num_tokens=sum(row.num_tokens for row in rows),
         acceptance_rate=rate_interval(rows, **options),
         acceptance_length=length_interval(rows, **options),
         macro_acceptance_rate=mean_interval(rates, **options),
         macro_acceptance_length=mean_interval(lengths, **options),
         acceptance_by_position=position_intervals(rows, **options),
         conditional_acceptance_by_position=conditional_intervals(rows, **options),
-        seconds=measured.seconds,
+        seconds=counted.seconds,
         prompts=[
-            prompt_counts(prompts[i].id, row, measured.finish_reasons[i], looping[i], ids)
-            for i, (row, ids) in enumerate(zip(rows, measured.token_ids, strict=True))
+            PromptCounts(
+                prompt_id=prompts[i].id,
+                num_rounds=row.num_rounds,
+                num_drafted=row.num_drafted,
+                num_accepted=row.num_accepted,
+                num_tokens=row.num_tokens,
+                drafted_by_position=list(row.drafted_by_position),
+                accepted_by_position=list(row.accepted_by_position),
+                finish_reason=counted.finish_reasons[i],
+                looping=looping[i],
+                decoded=i in were_decoded,
+                token_ids=counted.token_ids[i],
+            )
+            for i, row in enumerate(rows)
         ],
     )
 
 
 def rate_interval(
-    rows: Sequence[AcceptanceStats], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+    rows: Sequence[Counts], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> Interval:
     """Accepted / drafted over prompts; no value where nothing was drafted."""
     return ratio_interval(
@@ -168,7 +218,7 @@ def rate_interval(
 
 
 def length_interval(
-    rows: Sequence[AcceptanceStats], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+    rows: Sequence[Counts], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> Interval:
     """1 + accepted / rounds over prompts."""
     return ratio_interval(
@@ -180,7 +230,7 @@ def length_interval(
 
 
 def position_intervals(
-    rows: Sequence[AcceptanceStats], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+    rows: Sequence[Counts], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> list[Interval]:
     """Rounds with more than i accepted tokens / all rounds, for each position i."""
     return [
@@ -195,7 +245,7 @@ def position_intervals(
 
 
 def conditional_intervals(
-    rows: Sequence[AcceptanceStats], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
+    rows: Sequence[Counts], *, num_resamples: int = NUM_RESAMPLES, seed: int = 0
 ) -> list[Interval]:
     """Accepted at position i / rounds that drafted there with everything before it kept."""
     intervals = []
@@ -210,43 +260,13 @@ def conditional_intervals(
     return intervals
 
 
-def prompt_counts(
-    prompt_id: str, row: AcceptanceStats, finish_reason: str, looping: bool, token_ids: list[int]
-) -> PromptCounts:
-    """The counts of one prompt as a record."""
-    return PromptCounts(
-        prompt_id=prompt_id,
-        num_rounds=row.num_rounds,
-        num_drafted=row.num_drafted,
-        num_accepted=row.num_accepted,
-        num_tokens=row.num_tokens,
-        drafted_by_position=list(row.drafted_by_position),
-        accepted_by_position=list(row.accepted_by_position),
-        finish_reason=finish_reason,
-        looping=looping,
-        token_ids=token_ids,
-    )
-
-
-def stats_of(counts: PromptCounts) -> AcceptanceStats:
-    """The inverse of `prompt_counts`."""
-    return AcceptanceStats(
-        num_rounds=counts.num_rounds,
-        num_drafted=counts.num_drafted,
-        num_accepted=counts.num_accepted,
-        num_tokens=counts.num_tokens,
-        drafted_by_position=counts.drafted_by_position,
-        accepted_by_position=counts.accepted_by_position,
-    )
-
-
-def _num_positions(rows: Sequence[AcceptanceStats]) -> int:
+def _num_positions(rows: Sequence[Counts]) -> int:
     return max((len(row.drafted_by_position) for row in rows), default=0)
 
 
-def _at(counts: Sequence[int], index: int) -> int:
+def _at(counts: Sequence[float], index: int) -> float:
     return counts[index] if index < len(counts) else 0
 
 
-def _defined(numerator: int, denominator: int) -> float | None:
+def _defined(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None

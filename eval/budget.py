@@ -10,10 +10,13 @@ from dataclasses import dataclass, replace
 from eval.config import EvaluationConfig
 from eval.costs import NUM_RUNS, RUN_TOKENS, run_lengths
 
-GUESSED_LENGTH = 1.6  # tokens a round, before anything is known
+GUESSED_LENGTH = 1.4  # tokens a round, before anything is known
 GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
 TIMED_SHARE = 0.35  # of the time limit that timing may always use
-REFERENCE_SHARE = 0.15  # of the time limit, at most, for decoding with transformers
+REFERENCE_SHARE = 0.1  # of the time limit, at most, for decoding with transformers
+SCORING = 1.5  # of a pass over a text: the whole vocabulary at every position, and its sums
+REPLAY = 0.25  # of a pass over a text: what a drafter would have proposed along it
+OTHER_PASSES = 400  # passes over one token: baselines, the target as its own drafter, traces
 
 
 @dataclass(frozen=True)
@@ -26,42 +29,60 @@ class PartTime:
 
 @dataclass(frozen=True)
 class Amounts:
-    """What is to be decoded, on one or more suites."""
+    """What is to be decoded, on one or more suites.
+
+    num_replayed: of the drafters, those whose acceptance is replayed, a few prompts being decoded.
+    """
 
     num_suites: int
     num_prompts: int  # of one suite
     prompt_tokens: float  # mean
     num_drafters: int
+    num_replayed: int
     num_temperatures: int
 
 
 def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig) -> list[PartTime]:
     """Seconds of each part but the timing, which takes what is left."""
-    rows = min(config.batch_size, amounts.num_prompts)
-    batches = amounts.num_suites * -(-amounts.num_prompts // rows)
-    prefill = batches * _pass(pass_s, rows * amounts.prompt_tokens)
-    plain = prefill + batches * config.max_new_tokens * _pass(pass_s, rows)
-    width = rows * (config.num_draft_tokens + 1)
-    one_round = _pass(pass_s, width) * (1 + GUESSED_DRAFTING)
-    rounds = config.max_new_tokens / GUESSED_LENGTH
-    decoding = (
-        amounts.num_drafters * amounts.num_temperatures * (prefill + batches * rounds * one_round)
-    )
-    reading = (
-        amounts.num_suites
-        * amounts.num_prompts
-        * _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
-    )
+    suites, temperatures = amounts.num_suites, amounts.num_temperatures
+    texts = suites * temperatures * _decoding(pass_s, amounts, amounts.num_prompts, 0, config)
+    whole = _decoding(pass_s, amounts, amounts.num_prompts, config.num_draft_tokens, config)
+    few = min(config.decoded_prompts, amounts.num_prompts)
+    checks = _decoding(pass_s, amounts, few, config.num_draft_tokens, config)
+    decoded = (amounts.num_drafters - amounts.num_replayed) * temperatures * suites * whole
+    # Replayed drafters: at temperature 0 on every suite, above it on the first.
+    decoded += amounts.num_replayed * (suites + temperatures - 1) * checks
+    a_text = _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
+    replays = SCORING + REPLAY * amounts.num_replayed
+    read = suites * temperatures * amounts.num_prompts * a_text * replays
     num_rounds = len(run_lengths(config.max_draft_tokens)) * (NUM_RUNS + 1) * RUN_TOKENS / 1.5
-    costs = amounts.num_drafters * num_rounds * pass_s[-1]
+    costs = amounts.num_drafters * num_rounds * pass_s[-1] + OTHER_PASSES * pass_s[0]
     compared = REFERENCE_SHARE * config.time_limit_s if config.reference_prompts else 0.0
     return [
-        PartTime("plain greedy texts", plain),
+        PartTime("the target's texts", texts),
         PartTime("comparison with transformers up to", compared),
         PartTime("costs of a round", costs),
-        PartTime("acceptance", decoding),
-        PartTime("overlap and weak places", reading),
+        PartTime("decoding with the drafters", decoded),
+        PartTime("replays and weak places", read),
     ]
+
+
+def _decoding(
+    pass_s: Sequence[float],
+    amounts: Amounts,
+    num_prompts: int,
+    num_draft_tokens: int,
+    config: EvaluationConfig,
+) -> float:
+    """Seconds of decoding so many prompts of a suite in batches; without drafts, plainly."""
+    rounds = config.max_new_tokens / (GUESSED_LENGTH if num_draft_tokens else 1)
+    extra = 1 + GUESSED_DRAFTING if num_draft_tokens else 1.0
+    seconds = 0.0
+    for first in range(0, num_prompts, config.batch_size):
+        rows = min(config.batch_size, num_prompts - first)
+        seconds += _pass(pass_s, rows * amounts.prompt_tokens)
+        seconds += rounds * extra * _pass(pass_s, rows * (num_draft_tokens + 1))
+    return seconds
 
 
 def fit_prompts(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig) -> Amounts:

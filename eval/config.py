@@ -14,7 +14,9 @@ from omegaconf import MISSING
 class EvaluationConfig:
     """How much is measured. The defaults take about four minutes on two CPU cores.
 
-    num_prompts: prompts a suite for exactness, acceptance and replay.
+    num_prompts: prompts a suite for acceptance and replay.
+    decoded_prompts: of them, how many are decoded with the drafters too, for exactness and to check
+        the replay that the others' acceptance comes from; all, where a drafter has no replay.
     max_new_tokens: length of every answer.
     num_draft_tokens: draft length of the acceptance tables, the same for every drafter.
     max_draft_tokens: longest draft that the replay and the cost model look at.
@@ -34,12 +36,13 @@ class EvaluationConfig:
     """
 
     num_prompts: int = 24
+    decoded_prompts: int = 8
     max_new_tokens: int = 64
     num_draft_tokens: int = 3
     max_draft_tokens: int = 8
     sampling_temperature: float | None = 1.0
-    batch_size: int = 8
-    speed_prompts: int = 6
+    batch_size: int = 16
+    speed_prompts: int = 12
     speed_repeats: int = 3
     also_time: list[int] = field(default_factory=list)
     time_auto: bool = False
@@ -55,6 +58,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         _at_least("evaluation.num_prompts", self.num_prompts, 2, "an interval needs two prompts")
+        _at_least("evaluation.decoded_prompts", self.decoded_prompts, 1, "what is it checked with?")
         _at_least("evaluation.max_new_tokens", self.max_new_tokens, 2)
         _at_least("evaluation.num_draft_tokens", self.num_draft_tokens, 1)
         _at_least("evaluation.max_draft_tokens", self.max_draft_tokens, self.num_draft_tokens)

@@ -63,5 +63,5 @@ def other_numbers(result: AcceptanceResult) -> list[OtherNumber]:
     ]
 
 
-def _ratio(numerator: int, denominator: int) -> float | None:
+def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None

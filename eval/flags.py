@@ -1,6 +1,6 @@
 """What a reader must know before trusting a number: findings over finished results."""
 
-from eval.results import AcceptanceResult, Flag, ReplayResult, Results
+from eval.results import AcceptanceResult, Flag, ReplayResult, Results, SampledReplay
 from eval.verdict import deviation_message
 
 LOOPING_SHARE = 0.25  # of a suite's answers; more than this colours the acceptance of the suite
@@ -15,6 +15,7 @@ def flags_of(results: Results) -> list[Flag]:
     ]
     for replayed in results.replay:
         flags += _replay_flags(replayed, results.target.dtype)
+    flags += [_sampled_flag(one) for one in results.sampled_replay if one.agrees is False]
     for prediction in results.predictions:
         message = deviation_message(prediction)
         if message is not None:
@@ -49,6 +50,17 @@ def _replay_flags(replayed: ReplayResult, dtype: str) -> list[Flag]:
         message = f"{place}: the counts of replay and decoding are not equal"
         return [Flag(level, "replay_not_exact", message)]
     return []
+
+
+def _sampled_flag(sampled: SampledReplay) -> Flag:
+    assert sampled.replayed is not None
+    assert sampled.decoded is not None
+    message = (
+        f"{sampled.drafter} on {sampled.suite} at temperature {sampled.temperature:g}: acceptance "
+        f"length {_value(sampled.replayed.value)} by replay and {_value(sampled.decoded.value)} by "
+        "decoding differ beyond their intervals"
+    )
+    return Flag("error", "sampled_replay_disagrees", message)
 
 
 def _acceptance_flags(acceptance: AcceptanceResult) -> list[Flag]:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from eval.acceptance import acceptance_result, measure_acceptance
 from eval.config import EvaluationConfig
 from eval.costs import measure_costs
 from eval.exactness import self_draft_acceptance
@@ -12,7 +11,7 @@ from eval.parts import Parts
 from eval.policies import compare_policies, policies, record
 from eval.progress import Stage
 from eval.reference import Reference, find_baseline, noise_tolerance, reference_checks
-from eval.replay import Answer, is_replayable, proposals, replay
+from eval.replay import Answer, Proposals, replay
 from eval.results import (
     AcceptanceResult,
     BaselineCandidate,
@@ -75,25 +74,6 @@ def passes(setting: Setting) -> list[float]:
             max_draft_tokens=setting.config.max_draft_tokens,
         ),
     )
-
-
-def plain_texts(setting: Setting, suite: str) -> TokenLists:
-    """The target's own greedy texts."""
-    prompts, config = setting.suites[suite], setting.config
-
-    def compute() -> TokenLists:
-        with setting.stage(f"plain greedy texts, {suite}", len(prompts)) as advance:
-            return measure_acceptance(
-                setting.target,
-                None,
-                [p.token_ids for p in prompts],
-                num_draft_tokens=0,
-                max_new_tokens=config.max_new_tokens,
-                batch_size=config.batch_size,
-                on_prompts=advance,
-            ).token_ids
-
-    return setting.parts.get(f"plain {suite}", TokenLists, compute)
 
 
 def tolerance(setting: Setting, text: list[int]) -> float:
@@ -257,41 +237,6 @@ def costs(
     )
 
 
-def acceptance(setting: Setting, name: str, suite: str, temperature: float) -> AcceptanceResult:
-    """One row of the acceptance tables."""
-    config, drafter, prompts = setting.config, setting.drafters[name], setting.suites[suite]
-    length = config.num_draft_tokens
-    if temperature == 0 and not is_replayable(drafter):
-        length = config.max_draft_tokens  # shorter ones are read off this decode
-
-    def compute() -> AcceptanceResult:
-        title = f"acceptance of {name}, {suite}, temperature {temperature:g}"
-        with setting.stage(title, len(prompts)) as advance:
-            measured = measure_acceptance(
-                setting.target,
-                drafter,
-                [p.token_ids for p in prompts],
-                num_draft_tokens=length,
-                max_new_tokens=config.max_new_tokens,
-                temperature=temperature,
-                seed=config.seed,
-                batch_size=config.batch_size,
-                on_prompts=advance,
-            )
-        return acceptance_result(
-            measured,
-            prompts,
-            drafter=name,
-            suite=suite,
-            temperature=temperature,
-            num_draft_tokens=length,
-            **setting.bootstrap,
-        )
-
-    part = f"acceptance {name} {suite} {temperature:g}"
-    return setting.parts.get(part, AcceptanceResult, compute)
-
-
 def scores(
     setting: Setting, name: str, suite: str, answers: list[Answer]
 ) -> list[AnswerScores] | None:
@@ -315,20 +260,15 @@ def replayed(
     setting: Setting,
     greedy: AcceptanceResult,
     answers: list[Answer],
+    proposed: list[Proposals],
     scored: list[AnswerScores] | None,
 ) -> ReplayResult:
     """Acceptance of the drafter of `greedy` at every draft length."""
-    longest = setting.config.max_draft_tokens
-    drafter = setting.drafters[greedy.drafter]
-
-    def compute() -> ReplayResult:
-        return replay(
-            answers,
-            [proposals(setting.target, drafter, a, max_draft_tokens=longest) for a in answers],
-            decoded=greedy,
-            max_draft_tokens=longest,
-            overlaps=None if scored is None else [s.overlap for s in scored],
-            **setting.bootstrap,
-        )
-
-    return setting.parts.get(f"replay {greedy.drafter} {greedy.suite}", ReplayResult, compute)
+    return replay(
+        answers,
+        proposed,
+        decoded=greedy,
+        max_draft_tokens=setting.config.max_draft_tokens,
+        overlaps=None if scored is None else [s.overlap for s in scored],
+        **setting.bootstrap,
+    )

@@ -81,15 +81,16 @@ def decoded_lengths(decoded: AcceptanceResult) -> list[ReplayedLength]:
     for their starts: rounds of another length start elsewhere.
     """
     lengths = []
+    num_rounds = int(decoded.num_rounds)
     for k in range(1, decoded.num_draft_tokens + 1):
         kept = [value.value or 0.0 for value in decoded.acceptance_by_position[:k]]
         lengths.append(
             ReplayedLength(
                 num_draft_tokens=k,
-                num_rounds=decoded.num_rounds,
-                num_accepted=round(decoded.num_rounds * sum(kept)),
+                num_rounds=num_rounds,
+                num_accepted=round(num_rounds * sum(kept)),
                 acceptance_length=Interval(expected_acceptance_length(kept)),
-                rounds_by_drafted={k: decoded.num_rounds},
+                rounds_by_drafted={k: num_rounds},
             )
         )
     return lengths

@@ -34,7 +34,8 @@ def from_json(kind: Any, data: Any) -> Any:
     """The inverse of `to_json` for a type annotation: a dataclass, list[...], X | None, ...
 
     Raises:
-        TypeError, KeyError: if the data does not have the shape of the type.
+        TypeError, KeyError: if the data does not have the shape of the type (a field that has a
+            default may be missing).
     """
     if data is None or kind is Any:
         return data
@@ -45,7 +46,11 @@ def from_json(kind: Any, data: Any) -> Any:
         hints = typing.get_type_hints(kind)
         fields = dataclasses.fields(kind)
         return kind(
-            **{field.name: from_json(hints[field.name], data[field.name]) for field in fields}
+            **{
+                field.name: from_json(hints[field.name], data[field.name])
+                for field in fields
+                if field.name in data  # files of before a field was added lack it
+            }
         )
     if origin is list:
         return [from_json(arguments[0], item) for item in data]

@@ -3,7 +3,8 @@
 At temperature 0 an accepted draft is a prefix of the target's output, so the proposals along that
 output decide the acceptance of every draft length without decoding again. A causal LM needs one
 pass over each output (a proposal of k tokens matches as far as its top token equals the next one,
-teacher-forced); other drafters that read no target features are asked position by position.
+teacher-forced); other drafters that read no target features are asked position by position. So a
+few prompts are decoded, and where their counts are the replayed ones, the others' need not be.
 
 Shapes: n tokens of an answer; V target vocabulary; D hidden size.
 """
@@ -15,12 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eval.acceptance import length_interval, position_intervals
+from eval.acceptance import Counts, length_interval, position_intervals
 from eval.intervals import NUM_RESAMPLES, Interval, ratio_interval
 from eval.results import AcceptanceResult, ReplayedLength, ReplayResult
 from specdec_runtime.draft import Drafter, DraftSession
 from specdec_runtime.draft_length import FixedLength, LengthRound
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.model import CausalModel
 from specdec_runtime.sampling import Sampler
@@ -58,6 +60,13 @@ def proposals(
     target: Target, drafter: Drafter, answer: Answer, *, max_draft_tokens: int
 ) -> Proposals:
     """What the drafter proposes along one answer, up to `max_draft_tokens` from every position."""
+    if isinstance(drafter, CompositeDrafter):
+        return _first_found(
+            *(
+                proposals(target, part, answer, max_draft_tokens=max_draft_tokens)
+                for part in (drafter.lookup, drafter.model)
+            )
+        )
     if isinstance(drafter, CausalLMDrafter):
         return _teacher_forced(target, drafter, answer, max_draft_tokens)
     return _asked(target, drafter, answer, max_draft_tokens)
@@ -100,7 +109,8 @@ def replay(
 
     Args:
         answers, proposed: of the same prompts as `decoded`, in the same order.
-        decoded: greedy acceptance of the same drafter at `decoded.num_draft_tokens`.
+        decoded: greedy acceptance of the same drafter at `decoded.num_draft_tokens`; compared are
+            the prompts that were decoded.
         overlaps: per answer and position, sum(min(target, draft)) at temperature 1.
     """
     lengths = []
@@ -113,10 +123,13 @@ def replay(
         if k == decoded.num_draft_tokens:
             at_decoded = rows
         lengths.append(_length(k, counted, num_resamples, seed))
-    starts = position_intervals(at_decoded, num_resamples=num_resamples, seed=seed)
-    first = starts[0] if starts else Interval(None)
-    decoded_first = (
-        decoded.acceptance_by_position[0] if decoded.acceptance_by_position else Interval(None)
+    pairs = [
+        (row, counts)
+        for row, counts in zip(at_decoded, decoded.prompts, strict=True)
+        if counts.decoded
+    ]
+    first, decoded_first = (
+        _first_position([pair[side] for pair in pairs], num_resamples, seed) for side in (0, 1)
     )
     return ReplayResult(
         drafter=decoded.drafter,
@@ -128,7 +141,7 @@ def replay(
         round_start_agreement=first,
         decoded_first_acceptance=decoded_first,
         agrees=first.overlaps(decoded_first),
-        exact=_same_counts(at_decoded, decoded),
+        exact=all(same_counts(row, counts) for row, counts in pairs),
         lengths=lengths,
     )
 
@@ -247,8 +260,25 @@ def _share(rows: Sequence[Sequence[float]], num_resamples: int, seed: int) -> In
     )
 
 
-def _same_counts(rows: Sequence[AcceptanceStats], decoded: AcceptanceResult) -> bool:
-    """Whether replay and decoder agree prompt by prompt in rounds, drafted and accepted tokens."""
-    return [(row.num_rounds, row.num_drafted, row.num_accepted) for row in rows] == [
-        (p.num_rounds, p.num_drafted, p.num_accepted) for p in decoded.prompts
+def same_counts(replayed: Counts, decoded: Counts) -> bool:
+    """Whether replay and decoder agree on one prompt in rounds, drafted and accepted tokens."""
+    one, other = (
+        (counts.num_rounds, counts.num_drafted, counts.num_accepted)
+        for counts in (replayed, decoded)
+    )
+    return one == other
+
+
+def _first_position(rows: Sequence[Counts], num_resamples: int, seed: int) -> Interval:
+    """Rounds that kept their first draft / all rounds."""
+    found = position_intervals(rows, num_resamples=num_resamples, seed=seed)
+    return found[0] if found else Interval(None)
+
+
+def _first_found(lookup: Proposals, model: Proposals) -> Proposals:
+    """What a composite proposes: the model's where lookup has nothing to say."""
+    chosen = [
+        found if found[0] else drafted
+        for found, drafted in zip(zip(*lookup, strict=True), zip(*model, strict=True), strict=True)
     ]
+    return Proposals([count for count, _ in chosen], [matching for _, matching in chosen])

@@ -15,17 +15,22 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class PromptCounts:
-    """Acceptance of one prompt, as counts. `token_ids` are the new tokens, end token included."""
+    """Acceptance of one prompt, as counts. `token_ids` are the new tokens, end token included.
+
+    decoded: by the decoder that serves. Else the counts are replayed along the target's text: the
+    decoder's own at temperature 0, their expectations (fractions) above (sampled_replay.py).
+    """
 
     prompt_id: str
-    num_rounds: int
-    num_drafted: int
-    num_accepted: int
+    num_rounds: float
+    num_drafted: float
+    num_accepted: float
     num_tokens: int
-    drafted_by_position: list[int]
-    accepted_by_position: list[int]
+    drafted_by_position: list[float]
+    accepted_by_position: list[float]
     finish_reason: str
     looping: bool
+    decoded: bool = True
     token_ids: list[int]
 
 
@@ -33,7 +38,8 @@ class PromptCounts:
 class AcceptanceResult:
     """Acceptance of one drafter on one suite at one temperature and draft length.
 
-    Plain intervals pool all tokens (micro); `macro_` ones count each prompt once.
+    Plain intervals pool all tokens (micro); `macro_` ones count each prompt once. seconds: of
+    the decoding that the counts come from.
     """
 
     drafter: str
@@ -42,9 +48,9 @@ class AcceptanceResult:
     num_draft_tokens: int
     num_prompts: int
     num_looping: int
-    num_rounds: int
-    num_drafted: int
-    num_accepted: int
+    num_rounds: float
+    num_drafted: float
+    num_accepted: float
     num_tokens: int
     acceptance_rate: Interval
     acceptance_length: Interval
@@ -54,6 +60,11 @@ class AcceptanceResult:
     conditional_acceptance_by_position: list[Interval]
     seconds: float
     prompts: list[PromptCounts]
+
+    @property
+    def num_decoded(self) -> int:
+        """Prompts whose counts are the decoder's, not replayed."""
+        return sum(prompt.decoded for prompt in self.prompts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +166,35 @@ class ReplayResult:
     agrees: bool | None
     exact: bool
     lengths: list[ReplayedLength]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledLength:
+    """Acceptance to be expected at one draft length, above temperature 0."""
+
+    num_draft_tokens: int
+    acceptance_length: Interval
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledReplay:
+    """Acceptance at every draft length along texts that the target sampled (sampled_replay.py).
+
+    replayed, decoded: acceptance length at `num_draft_tokens` on `num_decoded` of the prompts, by
+    replay and by the decoder with other draws; None where nothing was decoded. agrees: whether
+    their intervals overlap.
+    """
+
+    drafter: str
+    suite: str
+    temperature: float
+    num_draft_tokens: int
+    num_prompts: int
+    num_decoded: int
+    replayed: Interval | None
+    decoded: Interval | None
+    agrees: bool | None
+    lengths: list[SampledLength]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,6 +424,7 @@ class Results:
     speed: list[SpeedResult] = field(default_factory=list)
     acceptance: list[AcceptanceResult] = field(default_factory=list)
     replay: list[ReplayResult] = field(default_factory=list)
+    sampled_replay: list[SampledReplay] = field(default_factory=list)
     breakdown: list[BreakdownResult] = field(default_factory=list)
     costs: list[CostResult] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)

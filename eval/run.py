@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from eval import measurements
+from eval.acceptance import MeasuredAcceptance
 from eval.breakdown import breakdown
 from eval.budget import (
     REFERENCE_SHARE,
@@ -29,6 +30,7 @@ from eval.config import EvaluationConfig
 from eval.exactness import Texts, compare
 from eval.identity import drafter_facts, machine_facts, peak_memory, suite_facts, target_facts
 from eval.inspection import AnswerScores, trace_answers, weak_prefixes
+from eval.measured_acceptance import answers_of, greedy_acceptance, plain, sampled_acceptance
 from eval.measurements import Setting, TokenLists
 from eval.parts import Parts, fingerprint_of
 from eval.prediction import decoded_lengths, speedups_by_length
@@ -38,6 +40,7 @@ from eval.replay import Answer, is_replayable
 from eval.report import write_report, write_results
 from eval.results import (
     SCHEMA_VERSION,
+    AcceptanceResult,
     Flag,
     IdentityCheck,
     ReplayedLength,
@@ -131,7 +134,7 @@ class _Evaluation:
         self.started = time.monotonic()
         self.setting, self.results = setting, results
         self.folder, self.too_long = folder, too_long
-        self.texts: dict[str, TokenLists] = {}  # the target's own greedy outputs, by suite
+        self.texts: dict[str, MeasuredAcceptance] = {}  # the target's own, greedy, by suite
         self.checks: dict[str, list[IdentityCheck]] = {name: [] for name in setting.drafters}
         self.lengths: dict[tuple[str, str], list[ReplayedLength]] = {}
         self.scores: dict[tuple[str, str], list[AnswerScores] | None] = {}
@@ -140,8 +143,8 @@ class _Evaluation:
     def run(self) -> Results:
         self.plan()
         for suite in self.setting.suites:
-            self.texts[suite] = measurements.plain_texts(self.setting, suite)
-        first_text = self.texts[self.setting.first_suite][0]
+            self.texts[suite] = plain(self.setting, suite, 0.0)
+        first_text = self.texts[self.setting.first_suite].token_ids[0]
         self.tolerance = measurements.tolerance(self.setting, first_text)
         self_draft = measurements.self_acceptance(self.setting)
         self.results.sampling = measurements.sampling(self.setting)
@@ -175,6 +178,7 @@ class _Evaluation:
             num_prompts=max(map(len, setting.suites.values())),
             prompt_tokens=sum(len(p.token_ids) for p in prompts) / len(prompts),
             num_drafters=len(setting.drafters),
+            num_replayed=sum(map(is_replayable, setting.drafters.values())),
             num_temperatures=1 if config.sampling_temperature is None else 2,
         )
         fitted = fit_prompts(self.pass_s, amounts, config)
@@ -203,7 +207,7 @@ class _Evaluation:
             self.note("no_reference", "texts were not compared with transformers' own decoding")
             return
         limit_s = REFERENCE_SHARE * setting.config.time_limit_s
-        texts = self.texts[setting.first_suite]
+        texts = self.texts[setting.first_suite].token_ids
         found = measurements.transformers_checks(setting, texts, limit_s=limit_s)
         for checks in self.checks.values():
             checks += found
@@ -222,20 +226,16 @@ class _Evaluation:
         plain_token_s = None if self.own_baseline else 1 / self.baseline.tokens_per_s
         self.results.costs.append(measurements.costs(setting, name, self.pass_s, plain_token_s))
         for suite, prompts in setting.suites.items():
-            greedy = measurements.acceptance(setting, name, suite, 0.0)
+            greedy, proposed = greedy_acceptance(setting, name, suite, self.texts[suite])
             self.results.acceptance.append(greedy)
-            found = [counts.token_ids for counts in greedy.prompts]
-            self.check_texts(name, suite, prompts, found, greedy.num_draft_tokens)
-            if setting.config.sampling_temperature is not None:
-                temperature = setting.config.sampling_temperature
-                sampled = measurements.acceptance(setting, name, suite, temperature)
-                self.results.acceptance.append(sampled)
-            if not is_replayable(setting.drafters[name]):
+            self.check_decoded(greedy)
+            self.sample(name, suite)
+            if proposed is None:
                 self.lengths[name, suite] = decoded_lengths(greedy)
                 continue
             answers = self.answers(suite)
             scored = measurements.scores(setting, name, suite, answers)
-            replayed = measurements.replayed(setting, greedy, answers, scored)
+            replayed = measurements.replayed(setting, greedy, answers, proposed, scored)
             self.results.replay.append(replayed)
             self.scores[name, suite], self.lengths[name, suite] = scored, replayed.lengths
             if scored is not None:
@@ -249,6 +249,28 @@ class _Evaluation:
                     **setting.bootstrap,
                 )
 
+    def sample(self, name: str, suite: str) -> None:
+        """Acceptance at the sampling temperature, checked by decoding on the first suite."""
+        temperature = self.setting.config.sampling_temperature
+        if temperature is None:
+            return
+        check = suite == self.setting.first_suite
+        record, replayed = sampled_acceptance(self.setting, name, suite, temperature, check=check)
+        self.results.acceptance.append(record)
+        self.results.sampled_replay += [] if replayed is None else [replayed]
+
+    def check_decoded(self, greedy: AcceptanceResult) -> None:
+        """The texts of the prompts that were decoded with a drafter."""
+        by_id = {p.id: p for p in self.setting.suites[greedy.suite]}
+        decoded = [counts for counts in greedy.prompts if counts.decoded]
+        self.check_texts(
+            greedy.drafter,
+            greedy.suite,
+            [by_id[counts.prompt_id] for counts in decoded],
+            [counts.token_ids for counts in decoded],
+            greedy.num_draft_tokens,
+        )
+
     def check_texts(
         self,
         name: str,
@@ -258,8 +280,8 @@ class _Evaluation:
         num_draft_tokens: int | str,
     ) -> None:
         """Speculative against plain texts of some prompts of a suite."""
-        plain = zip((p.id for p in self.setting.suites[suite]), self.texts[suite], strict=True)
-        expected = dict(plain)
+        ids = [p.id for p in self.setting.suites[suite]]
+        expected = dict(zip(ids, self.texts[suite].token_ids, strict=True))
         title = f"speculative against plain decoding, {suite}, {num_draft_tokens} drafted"
         texts = Texts(title, [expected[p.id] for p in prompts], found)
         check = compare(self.setting.target, prompts, texts, tolerance=self.tolerance)
@@ -370,7 +392,4 @@ class _Evaluation:
         self.notes.append(Flag("note", code, message))
 
     def answers(self, suite: str) -> list[Answer]:
-        return [
-            Answer(prompt.token_ids, text, self.setting.config.max_new_tokens)
-            for prompt, text in zip(self.setting.suites[suite], self.texts[suite], strict=True)
-        ]
+        return answers_of(self.setting, suite, self.texts[suite])

@@ -112,10 +112,14 @@ def tokens_per_s(decode: Decode, prompts: Sequence[list[int]], *, max_new_tokens
 def fit_to_time(
     seconds_a_prompt: float, *, num_prompts: int, num_repeats: int, limit_s: float
 ) -> Plan:
-    """As many prompts and repeats as fit the limit: repeats go first (to 2), then prompts (to 2)."""
+    """As many prompts and repeats as fit the limit: repeats go first, then prompts (to 2).
+
+    Prompts differ more from each other than repeats of one do, so that a prompt more narrows the
+    interval more than a repeat more.
+    """
     plan = Plan(num_prompts, num_repeats)
     while plan.num_prompts * plan.num_repeats * seconds_a_prompt > limit_s:
-        if plan.num_repeats > 2:
+        if plan.num_repeats > 1:
             plan = Plan(plan.num_prompts, plan.num_repeats - 1)
         elif plan.num_prompts > 2:
             plan = Plan(plan.num_prompts - 1, plan.num_repeats)
@@ -201,9 +205,16 @@ def speed_result(
 
 
 def spread(repeats: Sequence[Sequence[Timing]]) -> float:
-    """(slowest - fastest) / median of the repeats' seconds: how noisy the machine was."""
-    totals = [sum(timing.seconds for timing in repeat) for repeat in repeats]
-    return (max(totals) - min(totals)) / median(totals)
+    """(slowest - fastest) / median seconds a token of the repeats: how noisy the machine was.
+
+    Of a single repeat, its two halves are compared (other prompts, but the same work a token).
+    """
+    parts = list(repeats)
+    if len(parts) == 1 and len(parts[0]) > 1:
+        middle = len(parts[0]) // 2
+        parts = [parts[0][:middle], parts[0][middle:]]
+    rates = [_decode_per_token(part) for part in parts]
+    return (max(rates) - min(rates)) / median(rates)
 
 
 class _Summary(NamedTuple):
@@ -229,6 +240,12 @@ def _summary(repeats: Sequence[Sequence[Timing]]) -> _Summary:
 
 def _per_token(timings: Sequence[Timing]) -> float:
     return sum(t.seconds for t in timings) / sum(len(t.token_ids) for t in timings)
+
+
+def _decode_per_token(timings: Sequence[Timing]) -> float:
+    """Seconds a token behind the prefill."""
+    tokens = sum(len(t.token_ids) - 1 for t in timings)
+    return sum(t.seconds - t.start_s for t in timings) / max(tokens, 1)
 
 
 def _first_look_s(generation: Generation) -> float:

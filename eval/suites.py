@@ -12,12 +12,13 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from eval.records import write_text
 from specdec_runtime.chat import encode_chat
 
 DEFAULT_SUITE = "prompts"  # where a line does not name its suite
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def as_prompts(suite: str, prompts: Sequence[EvalPrompt | Sequence[int]]) -> lis
     ]
 
 
-def spread(prompts: Sequence[EvalPrompt], number: int) -> list[EvalPrompt]:
+def spread(prompts: Sequence[T], number: int) -> list[T]:
     """At most `number` prompts, evenly spaced, so that every category of a sorted file is seen."""
     if number >= len(prompts):
         return list(prompts)

@@ -118,7 +118,7 @@ def _remarks(suite: str, timed: int, wanted: int, noise: float) -> list[Flag]:
         flags.append(Flag("note", "fewer_timed_prompts", message))
     if noise > NOISY_SPREAD:
         message = (
-            f"{suite}: repeats of plain decoding differ by {noise:.0%}; other programs were "
+            f"{suite}: the speed of plain decoding varied by {noise:.0%}; other programs were "
             "running, so read speedups with care"
         )
         flags.append(Flag("warning", "noisy_machine", message))

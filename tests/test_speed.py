@@ -1,5 +1,7 @@
 """Speed: ratios of what was timed, without clipping; fair to both sides; within its time limit."""
 
+from dataclasses import replace
+
 import pytest
 
 from eval.acceptance import measure_acceptance
@@ -71,11 +73,16 @@ def test_spread_is_relative_to_the_median_repeat():
     assert spread(timings([[1.0], [1.2], [1.1]])) == pytest.approx(0.2 / 1.1)
 
 
+def test_spread_of_a_single_repeat_compares_its_halves():
+    assert spread(timings([[1.0, 1.0, 1.2, 1.2]])) == pytest.approx(0.2 / 1.1)
+    assert spread(timings([[1.0]])) == 0.0
+
+
 def test_time_limit_shrinks_repeats_first_and_prompts_then():
     assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=100) == Plan(6, 3)
     assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=12) == Plan(6, 2)
-    assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=8) == Plan(4, 2)
-    assert fit_to_time(9.0, num_prompts=6, num_repeats=3, limit_s=1) == Plan(2, 2)
+    assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=5) == Plan(5, 1)
+    assert fit_to_time(9.0, num_prompts=6, num_repeats=3, limit_s=1) == Plan(2, 1)
 
 
 def test_every_decoder_decodes_every_prompt_in_every_repeat_in_rotating_order():
@@ -174,12 +181,25 @@ def test_fastest_plain_decoder_is_the_baseline(target):
 def test_fewer_prompts_are_decoded_where_a_pass_is_slow():
     config = EvaluationConfig(time_limit_s=100.0)
     amounts = Amounts(
-        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=2, num_temperatures=2
-    )
+        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=2, num_replayed=2,
+        num_temperatures=2,
+    )  # fmt: skip
     fast, slow = [0.001] * 9, [0.2] * 9
     assert fit_prompts(fast, amounts, config) == amounts
     fewer = fit_prompts(slow, amounts, config)
     assert 4 <= fewer.num_prompts < 24
     parts = estimate(slow, fewer, config)
-    assert "plain greedy texts" in describe(parts)
+    assert "the target's texts" in describe(parts)
     assert total(parts) == pytest.approx(sum(part.seconds for part in parts))
+
+
+def test_drafters_that_are_replayed_leave_time_for_more_prompts():
+    amounts = Amounts(
+        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=3, num_replayed=3,
+        num_temperatures=2,
+    )  # fmt: skip
+    decoded = replace(amounts, num_replayed=0)
+    passes = [0.02 + 0.0015 * i for i in range(9)]
+    config = EvaluationConfig()
+    replayed_prompts = fit_prompts(passes, amounts, config).num_prompts
+    assert fit_prompts(passes, decoded, config).num_prompts < replayed_prompts

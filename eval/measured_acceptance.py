@@ -1,0 +1,267 @@
+"""Acceptance of the drafters on a suite: a few prompts decoded, the others replayed.
+
+Decoding with a drafter costs as much again as the target's own text did. Where what a drafter
+proposes follows from the text alone, its acceptance follows from the target's text and one cheap
+pass of the drafter: count for count at temperature 0 (replay.py), in expectation above
+(sampled_replay.py). So all drafters share the target's texts, and a few prompts are decoded to see
+that both ways agree; where they do not at temperature 0, all prompts are decoded.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.acceptance import (
+    Counts,
+    MeasuredAcceptance,
+    acceptance_result,
+    length_interval,
+    measure_acceptance,
+)
+from eval.measurements import Setting
+from eval.replay import Answer, Proposals, is_replayable, proposals, replayed_stats, same_counts
+from eval.results import AcceptanceResult, SampledLength, SampledReplay
+from eval.sampled_replay import Keeps, expected_counts, is_recordable, keeps, target_log_probs
+from eval.suites import spread
+
+
+@dataclass(frozen=True)
+class CountedTexts:
+    """Counts of all prompts of a suite, and their texts; the lists run parallel."""
+
+    prompts: Sequence[Counts]
+    token_ids: Sequence[list[int]]
+    finish_reasons: Sequence[str]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """What is known of a suite's texts at the sampling temperature, shared by all drafters.
+
+    log_probs: the target's, of each token of each text but the first.
+    """
+
+    temperature: float
+    texts: MeasuredAcceptance
+    log_probs: list[list[float]]
+
+
+def plain(setting: Setting, suite: str, temperature: float) -> MeasuredAcceptance:
+    """The target's own texts; nothing is drafted."""
+    return _decode(setting, None, suite, range(len(setting.suites[suite])), temperature, 0)
+
+
+def sampled(setting: Setting, suite: str, temperature: float) -> Sampled:
+    """Texts that the target sampled, with its probabilities along them."""
+    texts = plain(setting, suite, temperature)
+
+    def compute() -> list[list[float]]:
+        found = []
+        answers = answers_of(setting, suite, texts)
+        with setting.stage(f"target along them, {suite}", len(answers)) as advance:
+            for answer in answers:
+                found.append(target_log_probs(setting.target, answer, temperature=temperature))
+                advance(1)
+        return found
+
+    part = f"log probs {suite} {temperature:g}"
+    found = setting.parts.get(part, list[list[float]], compute)
+    return Sampled(temperature=temperature, texts=texts, log_probs=found)
+
+
+def answers_of(setting: Setting, suite: str, texts: MeasuredAcceptance) -> list[Answer]:
+    """The texts of a suite with their prompts."""
+    budget = setting.config.max_new_tokens
+    pairs = zip(setting.suites[suite], texts.token_ids, strict=True)
+    return [Answer(prompt.token_ids, text, budget) for prompt, text in pairs]
+
+
+def greedy_acceptance(
+    setting: Setting, name: str, suite: str, texts: MeasuredAcceptance
+) -> tuple[AcceptanceResult, list[Proposals] | None]:
+    """Acceptance at temperature 0, and what was proposed along the texts if that can be replayed.
+
+    Args:
+        texts: the target's greedy texts of the suite.
+    """
+    drafter, config = setting.drafters[name], setting.config
+    everything = range(len(setting.suites[suite]))
+    if not is_replayable(drafter):
+        length = config.max_draft_tokens  # shorter ones are read off this decode
+        decoded = _decode(setting, name, suite, everything, 0.0, length)
+        return _record(setting, name, suite, decoded, 0.0, length), None
+    length, answers = config.num_draft_tokens, answers_of(setting, suite, texts)
+    found = _proposals(setting, name, suite, answers)
+    rows = [replayed_stats(a, p, length)[0] for a, p in zip(answers, found, strict=True)]
+    chosen = spread(everything, config.decoded_prompts)
+    decoded = _decode(setting, name, suite, chosen, 0.0, length)
+    pairs = zip(chosen, decoded.prompts, strict=True)
+    if not all(same_counts(rows[i], counts) for i, counts in pairs):
+        decoded = _decode(setting, name, suite, everything, 0.0, length)
+        return _record(setting, name, suite, decoded, 0.0, length), found
+    place = {prompt: i for i, prompt in enumerate(chosen)}
+    merged = CountedTexts(
+        prompts=rows,
+        token_ids=[
+            decoded.token_ids[place[i]] if i in place else texts.token_ids[i] for i in everything
+        ],
+        finish_reasons=texts.finish_reasons,
+        seconds=decoded.seconds,
+    )
+    return _record(setting, name, suite, merged, 0.0, length, chosen), found
+
+
+def sampled_acceptance(
+    setting: Setting, name: str, suite: str, temperature: float, *, check: bool
+) -> tuple[AcceptanceResult, SampledReplay | None]:
+    """Acceptance at a temperature above 0: expected along sampled texts where that is known.
+
+    Args:
+        check: also decode a few of the prompts, with other draws.
+    """
+    drafter, config = setting.drafters[name], setting.config
+    everything, length = range(len(setting.suites[suite])), config.num_draft_tokens
+    if not is_recordable(drafter):
+        decoded = _decode(setting, name, suite, everything, temperature, length)
+        return _record(setting, name, suite, decoded, temperature, length), None
+    known = sampled(setting, suite, temperature)
+    answers = answers_of(setting, suite, known.texts)
+    kept = _keeps(setting, name, suite, answers, known)
+    pairs = list(zip(answers, kept, strict=True))
+    rows = [expected_counts(answer, one, length) for answer, one in pairs]
+    lengths = [
+        SampledLength(
+            num_draft_tokens=k,
+            acceptance_length=length_interval(
+                [expected_counts(answer, one, k) for answer, one in pairs], **setting.bootstrap
+            ),
+        )
+        for k in range(1, config.max_draft_tokens + 1)
+    ]
+    chosen = spread(everything, config.decoded_prompts if check else 0)
+    decoded_length = replayed_length = None
+    if chosen:
+        decoded = _decode(setting, name, suite, chosen, temperature, length)
+        decoded_length = decoded.length_interval(**setting.bootstrap)
+        replayed_length = length_interval([rows[i] for i in chosen], **setting.bootstrap)
+    texts = known.texts
+    counted = CountedTexts(rows, texts.token_ids, texts.finish_reasons, texts.seconds)
+    record = _record(setting, name, suite, counted, temperature, length, ())
+    replayed = SampledReplay(
+        drafter=name,
+        suite=suite,
+        temperature=temperature,
+        num_draft_tokens=length,
+        num_prompts=len(rows),
+        num_decoded=len(chosen),
+        replayed=replayed_length,
+        decoded=decoded_length,
+        agrees=replayed_length.overlaps(decoded_length)
+        if replayed_length and decoded_length
+        else None,
+        lengths=lengths,
+    )
+    return record, replayed
+
+
+def _proposals(
+    setting: Setting, name: str, suite: str, answers: Sequence[Answer]
+) -> list[Proposals]:
+    """What would be drafted along every answer, greedily."""
+    target, drafter = setting.target, setting.drafters[name]
+    longest = setting.config.max_draft_tokens
+
+    def compute() -> list[list[list[int]]]:
+        found = []
+        with setting.stage(f"replay of {name}, {suite}", len(answers)) as advance:
+            for answer in answers:
+                one = proposals(target, drafter, answer, max_draft_tokens=longest)
+                found.append([one.num_proposed, one.num_matching])
+                advance(1)
+        return found
+
+    stored = setting.parts.get(f"proposals {name} {suite}", list[list[list[int]]], compute)
+    return [Proposals(*one) for one in stored]
+
+
+def _keeps(
+    setting: Setting, name: str, suite: str, answers: Sequence[Answer], known: Sampled
+) -> list[Keeps]:
+    """What would be kept along every sampled answer."""
+    target, drafter = setting.target, setting.drafters[name]
+    temperature, longest = known.temperature, setting.config.max_draft_tokens
+
+    def compute() -> list[list[Any]]:
+        found: list[list[Any]] = []
+        title = f"replay of {name}, {suite}, temperature {temperature:g}"
+        with setting.stage(title, len(answers)) as advance:
+            for answer, log_probs in zip(answers, known.log_probs, strict=True):
+                one = keeps(
+                    target,
+                    drafter,
+                    answer,
+                    log_probs,
+                    temperature=temperature,
+                    max_draft_tokens=longest,
+                )
+                found.append([one.num_proposed, one.survival])
+                advance(1)
+        return found
+
+    part = f"keeps {name} {suite} {temperature:g}"
+    return [Keeps(*one) for one in setting.parts.get(part, list[Any], compute)]
+
+
+def _decode(
+    setting: Setting,
+    name: str | None,
+    suite: str,
+    chosen: Sequence[int],
+    temperature: float,
+    length: int,
+) -> MeasuredAcceptance:
+    """Some prompts of a suite, decoded with a drafter or, `name` None, plainly."""
+    config, prompts = setting.config, setting.suites[suite]
+    kind = "greedy" if temperature == 0 else "sampled"
+    title = f"plain {kind} texts" if name is None else f"{kind} decoding with {name}"
+    # Plain texts draw with other seeds than speculative ones, so that these are a check of those.
+    first_seed = config.seed + (0 if name is not None else len(prompts))
+
+    def compute() -> MeasuredAcceptance:
+        with setting.stage(f"{title}, {suite}", len(chosen)) as advance:
+            return measure_acceptance(
+                setting.target,
+                None if name is None else setting.drafters[name],
+                [prompts[i].token_ids for i in chosen],
+                num_draft_tokens=length,
+                max_new_tokens=config.max_new_tokens,
+                temperature=temperature,
+                seed=[first_seed + i for i in chosen],
+                batch_size=config.batch_size,
+                on_prompts=advance,
+            )
+
+    part = f"{title} {suite} {temperature:g} {len(chosen)}"
+    return setting.parts.get(part, MeasuredAcceptance, compute)
+
+
+def _record(
+    setting: Setting,
+    name: str,
+    suite: str,
+    counted: MeasuredAcceptance | CountedTexts,
+    temperature: float,
+    length: int,
+    decoded: Sequence[int] | None = None,
+) -> AcceptanceResult:
+    return acceptance_result(
+        counted,
+        setting.suites[suite],
+        drafter=name,
+        suite=suite,
+        temperature=temperature,
+        num_draft_tokens=length,
+        decoded=decoded,
+        **setting.bootstrap,
+    )

@@ -1,0 +1,192 @@
+"""Replay at a temperature: the acceptance that is to be expected, given the text that was written.
+
+Sampled text follows the target whatever the drafter does. So the target writes its texts once, for
+every drafter, and what a drafter would have had of it follows from one pass over them. Let p and q
+be the target's and the draft's probability of the token that the text has, r = q / p, and P the
+weights of block verification, P_i = min(1, P_{i-1} / r_i), P_0 = 1 (Sun et al. 2024,
+arXiv:2403.10444, the rule that the runtime samples with). A draft starts with x_1 .. x_i and that
+prefix is kept with probability q(x_1 .. x_i) P_i; the text has it with p(x_1 .. x_i); hence
+
+    P(at least i drafts kept | text) = S_i = S_{i-1} min(1, r_i / P_{i-1}),   S_0 = 1,
+
+whatever the text goes on with. Rounds draw on their own, so the places where rounds start form a
+Markov chain along the text, and every count has its expectation without a draw: the chance of
+acceptance drops out of the figures, and only that of the texts is left in their intervals.
+
+Shapes: n tokens of an answer, V target vocabulary.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eval.replay import HEAD_CHUNK, Answer, Proposals, answer_hidden, draft_logits, proposals
+from specdec_runtime.draft import Drafter
+from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.composite import CompositeDrafter
+from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
+from specdec_runtime.target import Target
+
+
+class Keeps(NamedTuple):
+    """For each answer token but the first: how many tokens would be drafted from there, and the
+    probabilities S_1, S_2, ... that so many are kept, as far as the text reaches."""
+
+    num_proposed: list[int]  # [n - 1]
+    survival: list[list[float]]  # [n - 1], of up to num_proposed entries
+
+
+@dataclass(kw_only=True)
+class ExpectedCounts:
+    """Expectations of the counts of specdec_runtime/stats.py."""
+
+    num_rounds: float = 0.0
+    num_drafted: float = 0.0
+    num_accepted: float = 0.0
+    num_tokens: int = 0
+    drafted_by_position: list[float] = field(default_factory=list)
+    accepted_by_position: list[float] = field(default_factory=list)
+
+    def add_rounds(self, share: float, drafted: int, accepted: int) -> None:
+        """Count this share of a round."""
+        self.num_rounds += share
+        self.num_drafted += share * drafted
+        self.num_accepted += share * accepted
+        for counts, reach in (
+            (self.drafted_by_position, drafted),
+            (self.accepted_by_position, accepted),
+        ):
+            counts += [0.0] * (drafted - len(counts))
+            for i in range(reach):
+                counts[i] += share
+
+
+def is_recordable(drafter: Drafter) -> bool:
+    """Whether a drafter's distributions follow from the text alone and are known here."""
+    if isinstance(drafter, CompositeDrafter):
+        return is_recordable(drafter.lookup) and is_recordable(drafter.model)
+    if isinstance(drafter, SuffixLookupDrafter):
+        return not drafter.remembers
+    return isinstance(drafter, CausalLMDrafter | PromptLookupDrafter)
+
+
+@torch.inference_mode()
+def target_log_probs(target: Target, answer: Answer, *, temperature: float) -> list[float]:
+    """log p of each answer token but the first; fewer where the target's positions end."""
+    hidden = answer_hidden(target.model, answer)
+    found: list[float] = []
+    for start in range(0, len(hidden), HEAD_CHUNK):
+        logits = target.model.logits_of(hidden[start : start + HEAD_CHUNK])
+        found += _of_answer(logits[:, : target.real_vocab_size] / temperature, answer, start)
+    return found
+
+
+@torch.inference_mode()
+def keeps(
+    target: Target,
+    drafter: Drafter,
+    answer: Answer,
+    target_log_probs: Sequence[float],
+    *,
+    temperature: float,
+    max_draft_tokens: int,
+) -> Keeps:
+    """What a drafter would have had of one sampled answer, from every position.
+
+    Args:
+        drafter: one that `is_recordable`.
+        target_log_probs: of `answer` at `temperature`, from the function of that name.
+    """
+    if isinstance(drafter, CompositeDrafter):
+        first, second = (
+            keeps(
+                target,
+                part,
+                answer,
+                target_log_probs,
+                temperature=temperature,
+                max_draft_tokens=max_draft_tokens,
+            )
+            for part in (drafter.lookup, drafter.model)
+        )
+        chosen = [a if a[0] else b for a, b in zip(_pairs(first), _pairs(second), strict=True)]
+        return Keeps([count for count, _ in chosen], [survival for _, survival in chosen])
+    if not isinstance(drafter, CausalLMDrafter) or drafter.temperature == 0:
+        certain = proposals(target, drafter, answer, max_draft_tokens=max_draft_tokens)
+        return Keeps(certain.num_proposed, _certain_survival(certain))
+    log_q = _draft_log_probs(target, drafter, answer, drafter.temperature or temperature)
+    ratios = [q - p for q, p in zip(log_q, target_log_probs, strict=False)]
+    count = len(answer.token_ids) - 1
+    room = [drafter.model.max_positions - len(answer.prompt_ids) - i for i in range(count)]
+    proposed = [max(0, min(max_draft_tokens, left)) for left in room]
+    return Keeps(proposed, [survival(ratios[i : i + n]) for i, n in enumerate(proposed)])
+
+
+def survival(log_ratios: Sequence[float]) -> list[float]:
+    """S_1, S_2, ... of one draft, from the logarithms of r_1, r_2, ..."""
+    found: list[float] = []
+    log_survival = log_weight = 0.0
+    for ratio in log_ratios:
+        log_survival += min(0.0, ratio - log_weight)
+        log_weight = min(0.0, log_weight - ratio)
+        found.append(math.exp(log_survival))
+    return found
+
+
+def expected_counts(answer: Answer, kept: Keeps, num_draft_tokens: int) -> ExpectedCounts:
+    """The counts to be expected of decoding this answer with `num_draft_tokens`."""
+    end = len(answer.token_ids)
+    counts = ExpectedCounts(num_tokens=end)
+    starts = [0.0] * (end + 1)  # probability that a round starts at a position
+    starts[min(1, end)] = 1.0  # token 0 comes from the prefill
+    for position in range(1, end):
+        budget = answer.max_new_tokens - position - 1  # the target adds one token of its own
+        drafted = min(num_draft_tokens, budget, kept.num_proposed[position - 1])
+        reached = [1.0, *kept.survival[position - 1][:drafted], 0.0]
+        for accepted in range(len(reached) - 1):
+            share = starts[position] * (reached[accepted] - reached[accepted + 1])
+            if share <= 0.0:
+                continue
+            after = position + accepted + 1
+            # A text that ends on a kept draft leaves those behind it unjudged.
+            counts.add_rounds(share, accepted if after > end else drafted, accepted)
+            if after < end:
+                starts[after] += share
+    return counts
+
+
+def _of_answer(logits: Tensor, answer: Answer, start: int) -> list[float]:
+    """Log-probabilities of answer tokens start + 1, ... under [N, V] logits."""
+    answered = torch.tensor(answer.token_ids[start + 1 : start + 1 + len(logits)])
+    logits = logits[: len(answered)]
+    chosen = logits.gather(1, answered[:, None].to(logits.device))[:, 0]
+    return (chosen - logits.logsumexp(-1)).double().tolist()
+
+
+def _draft_log_probs(
+    target: Target, drafter: CausalLMDrafter, answer: Answer, temperature: float
+) -> list[float]:
+    hidden = answer_hidden(drafter.model, answer)
+    found: list[float] = []
+    for start in range(0, len(hidden), HEAD_CHUNK):
+        window = hidden[start : start + HEAD_CHUNK]
+        logits = draft_logits(drafter, window, target.real_vocab_size) / temperature
+        found += _of_answer(logits, answer, start)
+    return found
+
+
+def _certain_survival(certain: Proposals) -> list[list[float]]:
+    """Tokens that are certain are kept as far as they are the text."""
+    return [
+        [1.0] * matching + [0.0] * (proposed - matching)
+        for proposed, matching in zip(certain.num_proposed, certain.num_matching, strict=True)
+    ]
+
+
+def _pairs(kept: Keeps) -> list[tuple[int, list[float]]]:
+    return list(zip(kept.num_proposed, kept.survival, strict=True))
