@@ -58,17 +58,25 @@ class Request(ctypes.Structure):
     ]  # fmt: skip
 
 
-def as_int64(values: Indices) -> Tensor:
-    """A contiguous int64 tensor, as decoder.cpp reads all its indices."""
-    tensor = values if isinstance(values, Tensor) else torch.tensor(list(values))
-    return tensor.to(torch.int64).contiguous()
+def as_int64(values: Indices) -> Tensor | ctypes.Array:
+    """The numbers as decoder.cpp reads its indices. A list becomes an array of ctypes: a small tensor
+    would take ten times as long to make."""
+    if not isinstance(values, Tensor):
+        return (c_int64 * len(values))(*values)
+    return (values if values.dtype is torch.int64 else values.to(torch.int64)).contiguous()
 
 
-def pointer(tensor: Tensor) -> int:
-    """Address of a contiguous CPU tensor. The caller keeps the tensor alive."""
-    assert tensor.is_contiguous(), tensor.stride()
-    assert tensor.device.type == "cpu", tensor.device
-    return tensor.data_ptr()
+def pointer(values: Tensor | ctypes.Array) -> int:
+    """Address of a contiguous CPU tensor or an array. The caller keeps it alive."""
+    if isinstance(values, ctypes.Array):
+        return ctypes.addressof(values)
+    assert values.is_contiguous(), values.stride()
+    assert values.is_cpu, values.device
+    return values.data_ptr()
+
+
+def listed(values: Indices | ctypes.Array) -> list[int]:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
 
 
 @lru_cache(maxsize=1)
@@ -86,6 +94,7 @@ def decoder() -> ctypes.CDLL:
     model, cache, request = POINTER(Model), POINTER(Cache), POINTER(Request)
     arguments = {
         "pack": [c_void_p, c_int64, c_int64, c_int64, c_void_p],
+        "check": [cache, request, c_int64, c_int64, c_int64, POINTER(c_int64)],
         "forward": [model, cache, request],
         "logits": [model, c_void_p, c_int64, c_int64, c_void_p],
         "greedy_chain": [model, cache, request, c_int64, c_void_p],
@@ -93,5 +102,5 @@ def decoder() -> ctypes.CDLL:
     }
     for name, types in arguments.items():
         function = getattr(library, f"draftloop_{name}")
-        function.argtypes, function.restype = types, None
+        function.argtypes, function.restype = types, c_int64 if name == "check" else None
     return library

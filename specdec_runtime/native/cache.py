@@ -1,12 +1,13 @@
 """Keys and values of a batch in the layout of decoder.cpp, with lengths that can be rolled back."""
 
 from ctypes import byref
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from specdec_runtime.native import abi
-from specdec_runtime.native.abi import Indices, as_int64
+from specdec_runtime.native.abi import Indices, as_int64, listed
 from specdec_runtime.native.weights import LANES, PackedWeights, allocate
 
 
@@ -19,7 +20,9 @@ class NativeCache:
     def __init__(self, packed: PackedWeights, batch_size: int, capacity: int):
         model = packed.model
         self.capacity = capacity
+        self.batch_size = batch_size
         self.lengths = torch.zeros(batch_size, dtype=torch.int64)
+        self._counts = self.lengths.numpy()  # the same numbers; single ones are read much faster
         slots = -(-capacity // LANES) * LANES
         size, padded = model.head_dim, -(-model.head_dim // LANES) * LANES
         heads = (model.num_layers, batch_size, model.num_kv_heads)
@@ -36,12 +39,13 @@ class NativeCache:
 
     def truncate(self, lengths: Indices, rows: Indices | None = None) -> None:
         """Roll `rows` (default all) back to at most `lengths` tokens each; copies nothing."""
-        index = as_int64(range(len(self.lengths)) if rows is None else rows)
-        self.lengths[index] = torch.minimum(self.lengths[index], as_int64(lengths))
+        chosen = range(self.batch_size) if rows is None else listed(rows)
+        for row, length in zip(chosen, listed(lengths), strict=True):
+            self._counts[row] = min(self._counts[row], length)
 
     def clear(self, rows: Indices) -> None:
         """Forget everything about `rows`, so that they can take new sequences."""
-        self.lengths[as_int64(rows)] = 0
+        self._counts[listed(rows)] = 0
 
     def keep_path(self, row: int, start: int, slots: Indices) -> None:
         """Move the entries at `slots` to start, start + 1, ...; forget what lies behind them.
@@ -49,22 +53,21 @@ class NativeCache:
         Raises:
             ValueError: if the slots do not ascend from `start` or lie outside the row.
         """
-        slots = as_int64(slots)
-        length = int(self.lengths[row])
-        before = torch.cat([torch.tensor([start - 1]), slots])
-        if start > length or (before.diff() < 1).any() or int(before[-1]) >= length:
-            raise ValueError(
-                f"slots {slots.tolist()}: expected ascending slots in [{start}, {length})"
-            )
+        chosen = listed(slots)
+        length = int(self._counts[row])
+        path = [start - 1, *chosen]
+        if start > length or any(b <= a for a, b in pairwise(path)) or path[-1] >= length:
+            raise ValueError(f"slots {chosen}: expected ascending slots in [{start}, {length})")
+        moved = as_int64(chosen)
         abi.decoder().draftloop_keep_path(
             byref(self._model.model),
             byref(self.structure),
             row,
             start,
-            abi.pointer(slots),
-            len(slots),
+            abi.pointer(moved),
+            len(moved),
         )
-        self.lengths[row] = start + len(slots)
+        self._counts[row] = start + len(moved)
 
     def keys_values(self, layer: int, row: int) -> tuple[Tensor, Tensor]:
         """Copies of one row's keys (rotated) and values, each [kv_heads, length, head_dim]."""

@@ -1,19 +1,23 @@
-"""One checked call of the decoder: from the caller's tensors to the C structure `abi.Request`."""
+"""One checked call of the decoder: from the caller's tensors to the C structure `abi.Request`.
 
-import ctypes
+A round makes two of these behind passes that have emptied the caches, so that every small tensor
+operation would cost tens of microseconds: numbers are looked at in C++, shapes here.
+"""
+
 from collections.abc import Sequence
+from ctypes import byref, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from specdec_runtime.native import abi
-from specdec_runtime.native.abi import Indices, as_int64
+from specdec_runtime.native.abi import Indices, as_int64, listed
 from specdec_runtime.native.cache import NativeCache
 from specdec_runtime.native.weights import PackedWeights
 
 
 class Call:
-    """One checked `abi.Request` and the tensors it points into."""
+    """One `abi.Request` and the tensors it points into."""
 
     def __init__(
         self,
@@ -24,24 +28,24 @@ class Call:
         num_new: Tensor | None,
         rows: Indices | None,
         layers: tuple[int, int] | None,
-        extra: int = 0,
     ):
         self.packed = packed
+        self.cache = cache
         self.batch, self.width = token_ids.shape
         self.token_ids = as_int64(token_ids)
-        self.rows = as_int64(range(len(cache.lengths)) if rows is None else rows)
-        self.num_new = (
-            torch.full((self.batch,), self.width) if num_new is None else as_int64(num_new)
-        )
-        self.past = self._check_rows(cache, extra)
-        self.is_ragged = bool((self.num_new < self.width).any())
-        self._check_tokens()
+        self.rows = as_int64(range(cache.batch_size) if rows is None else rows)
+        self.num_new = as_int64([self.width] * self.batch if num_new is None else num_new)
+        if len(self.rows) != self.batch or len(self.num_new) != self.batch:
+            raise ValueError(
+                f"{self.batch} rows of token ids for {len(self.rows)} cache rows "
+                f"and {len(self.num_new)} counts: expected as many of each"
+            )
         first, end = layers or (0, packed.model.num_layers)
         if not 0 <= first <= end <= packed.model.num_layers:
             raise ValueError(
                 f"layers=({first}, {end}): expected 0 <= first <= end <= {packed.model.num_layers}"
             )
-        self.hidden_out = (ctypes.c_void_p * (packed.model.num_layers + 2))()
+        self.hidden_out = (c_void_p * (packed.model.num_layers + 2))()
         self.request = abi.Request(
             token_ids=abi.pointer(self.token_ids),
             num_new=abi.pointer(self.num_new),
@@ -54,35 +58,36 @@ class Call:
             threads=torch.get_num_threads(),
         )
 
-    def _check_rows(self, cache: NativeCache, extra: int) -> Tensor:
-        if len(self.rows) != self.batch or len(self.num_new) != self.batch:
-            raise ValueError(
-                f"{self.batch} rows of token ids for {len(self.rows)} cache rows "
-                f"and {len(self.num_new)} counts: expected as many of each"
-            )
-        batch = len(cache.lengths)
-        chosen = self.rows.tolist()
-        if len(set(chosen)) != len(chosen) or not all(0 <= row < batch for row in chosen):
-            raise ValueError(f"rows {chosen}: expected different rows in [0, {batch})")
-        counts = self.num_new.tolist()
-        if not all(1 <= count <= self.width for count in counts):
-            raise ValueError(f"num_new {counts}: expected values in [1, {self.width}]")
-        past = cache.lengths[self.rows]
-        needed = int((past + self.num_new).max()) + extra if chosen else 0
-        if needed > cache.capacity:
-            raise ValueError(
-                f"a row would hold {needed} tokens, the cache has room for {cache.capacity}; "
-                "make it with a larger capacity"
-            )
-        return past
+    def check(self, extra: int = 0) -> None:
+        """Raise a ValueError if a number does not fit; once, when all inputs are set.
 
-    def _check_tokens(self) -> None:
-        ids, limit = self.token_ids, self.packed.num_embeddings
-        wrong = (ids < 0) | (ids >= limit)
-        if self.is_ragged:
-            wrong &= torch.arange(self.width) < self.num_new[:, None]
-        if wrong.any():
-            raise ValueError(f"token id {int(ids[wrong][0])}: expected an id in [0, {limit})")
+        Args:
+            extra: tokens that a row has to have room for besides the new ones.
+        """
+        found = c_int64()
+        problem = abi.decoder().draftloop_check(
+            byref(self.cache.structure),
+            byref(self.request),
+            self.packed.num_embeddings,
+            self.cache.capacity,
+            extra,
+            byref(found),
+        )
+        if problem:
+            raise ValueError(self._message(problem, found.value))
+
+    def _message(self, problem: int, found: int) -> str:
+        """In the order of `Problem` in decoder.cpp."""
+        messages = (
+            f"row {found} of the cache: expected different rows in [0, {self.cache.batch_size})",
+            f"num_new {found}: expected values in [1, {self.width}]",
+            f"a row would hold {found} tokens, the cache has room for {self.cache.capacity}; "
+            "make it with a larger capacity",
+            f"token id {found}: expected an id in [0, {self.packed.num_embeddings})",
+            f"position {found}: expected, for new token j of a row with n cached, a position in "
+            "[n, n + j]",
+        )
+        return messages[problem - 1]
 
     def set_tree(self, positions: Tensor | None, visible: Tensor | None) -> None:
         """Positions and visibility of the nodes of a token tree.
@@ -90,17 +95,10 @@ class Call:
         A node's position is its depth, so it lies in [past, slot]; nodes see earlier nodes only.
         """
         if visible is not None and positions is None:
-            positions = self.past[:, None] + torch.arange(self.width)
+            past = self.cache.lengths[listed(self.rows)]
+            positions = past[:, None] + torch.arange(self.width)
         if positions is not None:
             self.positions = as_int64(positions)
-            depth = self.positions - self.past[:, None]
-            wrong = (depth < 0) | (depth > torch.arange(self.width))
-            wrong &= torch.arange(self.width) < self.num_new[:, None]
-            if wrong.any():
-                raise ValueError(
-                    f"position {int(self.positions[wrong][0])}: expected, for new token j of a "
-                    "row with n cached, a position in [n, n + j]"
-                )
             self.request.positions = abi.pointer(self.positions)
         if visible is not None:
             if visible.shape != (self.batch, self.width, self.width):
@@ -122,25 +120,20 @@ class Call:
 
     def want_hidden(self, layers: Sequence[int], has_head: bool) -> dict[int, Tensor]:
         first, end = self.request.first_layer, self.request.end_layer
-        allowed = [*range(first, end + 1), *([-1] if has_head else [])]
         hidden: dict[int, Tensor] = {}
         self.hidden = hidden  # alive as long as the call
         for k in layers:
-            if k not in allowed:
+            if not (first <= k <= end or (k == -1 and has_head)):
+                allowed = [*range(first, end + 1), *([-1] if has_head else [])]
                 raise ValueError(f"hidden layer {k}: this pass has {allowed}")
-            hidden[k] = self._output(self.batch, self.width, self.packed.model.hidden_size)
-            self.hidden_out[k] = abi.pointer(
-                hidden[k]
-            )  # index -1: the last entry, as in decoder.cpp
+            hidden[k] = torch.empty(self.batch, self.width, self.packed.model.hidden_size)
+            # index -1: the last entry, as in decoder.cpp
+            self.hidden_out[k] = abi.pointer(hidden[k])
         return hidden
 
     def want_logits(self, last_only: bool) -> Tensor:
         width = 1 if last_only else self.width
-        self.logits = self._output(self.batch, width, self.packed.model.num_logits)
+        self.logits = torch.empty(self.batch, width, self.packed.model.num_logits)
         self.request.logits = abi.pointer(self.logits)
         self.request.last_only = last_only
         return self.logits
-
-    def _output(self, *shape: int) -> Tensor:
-        # Padding is not computed; zeros there keep a stray NaN out of the caller's sums.
-        return torch.zeros(shape) if self.is_ragged else torch.empty(shape)

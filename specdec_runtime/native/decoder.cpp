@@ -2,7 +2,7 @@
 //
 // What is here: embedding, attention with grouped heads, rotary positions, gated MLP, head, greedy
 // drafting. Weights are int8, BFloat16 or float; activations, cache and arithmetic are float.
-// What is not: loading, checks of arguments (engine.py does both), other architectures.
+// What is not: loading (weights.py), other architectures.
 //
 // Shapes: T tokens of one segment, D hidden, H heads, KV key/value heads, E head_dim, Ep = E
 // rounded up to 16. Every head occupies Ep columns of the activations; the columns from E on are 0.
@@ -59,6 +59,7 @@ struct Cache {
     int64_t batch, capacity;
 };
 
+// `draftloop_check` says whether a request fits; the other functions take that for granted.
 struct Request {
     const int64_t* token_ids;   // [rows, width]
     const int64_t* num_new;     // [rows]
@@ -66,6 +67,7 @@ struct Request {
     const int64_t* positions;   // [rows, width] or null: position = slot
     const uint8_t* visible;     // [rows, width, width] or null: all earlier tokens
     const float* hidden_in;     // [rows, width, D] or null: the embedding
+    // Outputs; what belongs to padding is set to 0, so that no stray NaN gets into a caller's sums.
     float* logits;              // [rows, width or 1, num_logits] or null
     float* const* hidden_out;  // [num_layers + 2] of [rows, width, D] or null; last: after the norm
     int64_t rows, width, first_layer, end_layer, last_only, threads;
@@ -480,6 +482,22 @@ std::vector<Token> list_tokens(const Model& model, const Cache& cache, const Req
     return tokens;
 }
 
+void clear_padding(const Model& model, const Request& request) {
+    for (int64_t r = 0; r < request.rows; ++r) {
+        const int64_t first = r * request.width + request.num_new[r];
+        const int64_t count = request.width - request.num_new[r];
+        if (request.logits != nullptr && !request.last_only)
+            std::fill_n(request.logits + first * model.num_logits, count * model.num_logits, 0.0f);
+        for (int64_t k = 0; k < model.num_layers + 2; ++k)
+            if (request.hidden_out[k] != nullptr)
+                std::fill_n(request.hidden_out[k] + first * model.hidden_size,
+                            count * model.hidden_size, 0.0f);
+    }
+}
+
+// What about a request does not fit; call.py says it in words.
+enum Problem : int64_t { NONE = 0, ROW, COUNT, ROOM, TOKEN, POSITION };
+
 Buffers& thread_buffers() {
     thread_local Buffers buffers;
     return buffers;
@@ -516,7 +534,34 @@ void draftloop_pack(const void* rows, int64_t outputs, int64_t inputs, int64_t w
     });
 }
 
+// The first problem of a request, with the number that is wrong in `found`.
+// room: tokens that a row may hold, `extra` further ones included.
+int64_t draftloop_check(const Cache* cache, const Request* request, int64_t vocabulary,
+                        int64_t room, int64_t extra, int64_t* found) {
+    const int64_t width = request->width;
+    std::vector<bool> taken(cache->batch);
+    for (int64_t r = 0; r < request->rows; ++r) {
+        const int64_t row = *found = request->cache_rows[r];
+        if (row < 0 || row >= cache->batch || taken[row]) return ROW;
+        taken[row] = true;
+        const int64_t count = *found = request->num_new[r];
+        if (count < 1 || count > width) return COUNT;
+        const int64_t past = cache->lengths[row];
+        *found = past + count + extra;
+        if (*found > room) return ROOM;
+        for (int64_t j = 0; j < count; ++j) {
+            *found = request->token_ids[r * width + j];
+            if (*found < 0 || *found >= vocabulary) return TOKEN;
+            if (request->positions == nullptr) continue;
+            *found = request->positions[r * width + j];  // a node's depth: in [past, slot]
+            if (*found < past || *found > past + j) return POSITION;
+        }
+    }
+    return NONE;
+}
+
 void draftloop_forward(const Model* model, const Cache* cache, const Request* request) {
+    clear_padding(*model, *request);
     const std::vector<Token> tokens = list_tokens(*model, *cache, *request);
     for (size_t first = 0; first < tokens.size(); first += MAX_SEGMENT_TOKENS) {
         const size_t end = std::min(tokens.size(), first + MAX_SEGMENT_TOKENS);

@@ -79,7 +79,6 @@ class NativeModel:
         """An empty cache for `batch_size` rows of up to `capacity` tokens each."""
         return NativeCache(self._packed, batch_size, capacity)
 
-    @torch.no_grad()
     def forward(
         self,
         token_ids: Tensor,
@@ -110,12 +109,12 @@ class NativeModel:
         has_head = early_head or call.request.end_layer == self.num_layers
         hidden = call.want_hidden(hidden_layers, has_head)
         scores = call.want_logits(last_only) if logits and has_head else None
+        call.check()
         abi.decoder().draftloop_forward(
             byref(self._packed.model), byref(cache.structure), byref(call.request)
         )
         return ModelOutput(logits=scores, hidden=hidden)
 
-    @torch.no_grad()
     def greedy_chain(
         self,
         token_ids: Tensor,
@@ -142,19 +141,12 @@ class NativeModel:
         """
         if steps < 1:
             raise ValueError(f"steps={steps}: expected at least 1")
-        call = Call(
-            self._packed,
-            token_ids,
-            cache,
-            num_new=num_new,
-            rows=rows,
-            layers=layers,
-            extra=steps - 1,
-        )
+        call = Call(self._packed, token_ids, cache, num_new=num_new, rows=rows, layers=layers)
         call.set_hidden_in(hidden_in)
         if hands_on is not None:
             call.want_hidden([hands_on], has_head=True)
         call.want_logits(last_only=True)
+        call.check(extra=steps - 1)
         drafted = torch.empty(len(token_ids), steps, dtype=torch.int64)
         abi.decoder().draftloop_greedy_chain(
             byref(self._packed.model),
@@ -165,10 +157,9 @@ class NativeModel:
         )
         return drafted
 
-    @torch.no_grad()
     def logits_of(self, hidden: Tensor) -> Tensor:
         """[..., V] float32 logits of [..., D] post-norm hidden states (layer -1)."""
-        rows = hidden.to(torch.float32).reshape(-1, self.hidden_size).contiguous()
+        rows = hidden.detach().to(torch.float32).reshape(-1, self.hidden_size).contiguous()
         logits = torch.empty(len(rows), self.vocab_size)
         abi.decoder().draftloop_logits(
             byref(self._packed.model),
