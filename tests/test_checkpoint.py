@@ -1,7 +1,6 @@
 """Checkpoints: complete or invisible, and a resumed run equals the uninterrupted one bit for bit."""
 
 import json
-import multiprocessing
 import os
 import resource
 import signal
@@ -15,10 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.toy_training import (
-    PRELOADED,
     ToyBatch,
     ToyTerms,
     cross_entropy,
+    forked,
     micro_batch,
     run_toy,
     toy_parts,
@@ -51,7 +50,6 @@ CASES = [
 
 def session(run_dir: Path, case: Case, kill: tuple[str, int] | None) -> None:
     """One process of a run."""
-    torch.set_num_threads(1)
     where, number = kill or ("never", 0)
     found, _ = Checkpoints(run_dir, keep_last=2).newest()
     batches_done = (found.state.step if found else 0) * case.accumulation_steps
@@ -94,10 +92,7 @@ def session(run_dir: Path, case: Case, kill: tuple[str, int] | None) -> None:
 
 
 def in_process(function: Callable[..., None], *arguments: object) -> int | None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=function, args=arguments)
-    process.start()
+    process = forked(function, *arguments)
     process.join(60)
     return process.exitcode
 
@@ -179,7 +174,6 @@ def test_a_save_that_fails_half_way_leaves_the_previous_checkpoint(tmp_path: Pat
 
 def fill_the_disk(run_dir: Path) -> None:
     """A session whose files may not grow beyond two kilobytes from its third step on."""
-    torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails, as on a full disk
     steps = 0
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import os
 import signal
 import socket
@@ -18,11 +17,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.toy_training import (
-    PRELOADED,
     ToyBatch,
     ToyDrafter,
     ToyTerms,
     cross_entropy,
+    forked,
     micro_batch,
     run_toy,
     toy_parts,
@@ -326,7 +325,6 @@ def test_measurements_say_what_share_of_the_time_they_take(tmp_path: Path):
 
 def gloo_worker(rank: int, port: int, out: Path, case: "Case") -> None:
     """20 steps as one of several ranks, with a stop and a restart in the middle."""
-    torch.set_num_threads(1)
     if case.processes > 1:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(case.processes), "MASTER_PORT": str(port)}
@@ -365,17 +363,10 @@ CASES = (Case(1, 4), Case(2, 2), Case(4, 1), Case(2, 2, sharded=True))
 
 def run_processes(out: Path, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     """(loss of every step, weights of the last checkpoint)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    workers = [
-        context.Process(target=gloo_worker, args=(rank, port, out, case))
-        for rank in range(case.processes)
-    ]
-    for worker in workers:
-        worker.start()
+    workers = [forked(gloo_worker, rank, port, out, case) for rank in range(case.processes)]
     for worker in workers:
         worker.join(120)
     assert [worker.exitcode for worker in workers] == [0] * case.processes

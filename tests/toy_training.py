@@ -3,12 +3,15 @@
 Real training sessions on it (start or resume, train, save) take milliseconds.
 """
 
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from train.checkpoint import Checkpoints, TrainState
@@ -25,8 +28,29 @@ from train.sharding import shard_on_cpu
 
 VOCAB_SIZE = 11
 BATCHES_PER_EPOCH = 5
-# What takes seconds to import (an optimizer imports torch._dynamo); the workers are forked from it.
+# What takes seconds to import (an optimizer imports torch._dynamo).
 PRELOADED = ["accelerate", "torch._dynamo", "torch.distributed.fsdp", "pytest", "train.session"]
+
+
+def forked(function: Callable[..., None], *arguments: object) -> BaseProcess:
+    """A started process that has imported everything: a fork of this one.
+
+    Where there is a device, autograd has threads for it that no fork survives; there it is the fork
+    of a server that has done nothing but import.
+    """
+    has_device = torch.accelerator.is_available()
+    context = multiprocessing.get_context("forkserver" if has_device else "fork")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_as_first, args=(function, *arguments))
+    process.start()
+    return process
+
+
+def _as_first(function: Callable[..., None], *arguments: object) -> None:
+    """As in a process where no test has run."""
+    torch.set_num_threads(1)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    function(*arguments)
 
 
 @dataclass
