@@ -120,9 +120,11 @@ def greedy_chain(
         hidden_in=first.hidden_in,
         hands_on=hands_on,
     )
-    drafted = token_ids.new_zeros(len(rows), token_ids.shape[1])
-    drafted[active] = token_ids
-    return Draft(drafted, torch.tensor(lengths.num_drafted))
+    if len(active) < len(rows):
+        drafted = token_ids.new_zeros(len(rows), token_ids.shape[1])
+        drafted[active] = token_ids
+        token_ids = drafted
+    return Draft(token_ids, torch.tensor(lengths.num_drafted))
 
 
 def certain_chains(proposals: Sequence[Sequence[int]], lengths: LengthRound) -> Draft:

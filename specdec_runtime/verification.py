@@ -5,7 +5,7 @@ drafts were drawn from, the kept tokens and the next one follow the target exact
 `draft_probs` are the very distributions drawn from and that whether a position was drafted at
 all was decided without looking at its token (see draft_length.py).
 
-- `verify_greedy`: the longest prefix that equals the target's own choices.
+- `verify_greedy`: the longest prefix that equals the target's own choices, of one row on the host.
 - `verify_speculative`: token by token. Leviathan et al. 2023, arXiv:2211.17192, Algorithm 1
   (p = target, q = draft, as below).
 - `verify_block`: the whole chain at once, never fewer tokens in expectation. Sun et al. 2024,
@@ -18,6 +18,7 @@ Shapes: B rows, K drafted positions (the longest row's), V vocabulary. Positions
 row's `num_drafted` are padding: any id in the vocabulary, any finite probabilities.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,17 +38,18 @@ class Verification(NamedTuple):
     next_token_ids: Tensor
 
 
-def verify_greedy(draft_ids: Tensor, target_ids: Tensor, num_drafted: Tensor) -> Verification:
-    """Keep the drafted tokens up to the first that differs from the target's choice.
+def verify_greedy(draft_ids: Sequence[int], target_ids: Sequence[int]) -> int:
+    """How many drafted tokens of a row are kept: up to the first that is not the target's choice.
 
     Args:
-        draft_ids: [B, K] int64.
-        target_ids: [B, K + 1] int64, the target's choice at every drafted position and after.
-        num_drafted: [B] int64, at most K.
+        draft_ids: the row's drafted tokens.
+        target_ids: the target's choice at every drafted position and after; the token that follows
+            n kept ones is target_ids[n].
     """
-    kept = (draft_ids == target_ids[:, :-1]) & _is_drafted(draft_ids, num_drafted)
-    num_accepted = kept.cumprod(dim=1).sum(dim=1)
-    return Verification(num_accepted, target_ids.gather(1, num_accepted[:, None]).squeeze(1))
+    for position, token in enumerate(draft_ids):
+        if token != target_ids[position]:
+            return position
+    return len(draft_ids)
 
 
 def verify_speculative(

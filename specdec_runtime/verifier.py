@@ -19,7 +19,6 @@ from specdec_runtime.sampling import Sampler
 from specdec_runtime.tree_drafting import tree_inputs
 from specdec_runtime.trees import DraftTree, verify_tree
 from specdec_runtime.verification import (
-    Verification,
     verify_block,
     verify_greedy,
     verify_speculative,
@@ -112,45 +111,61 @@ class Verifier:
             hidden_in=draft.exit_hidden,
         )
         assert output.logits is not None
-        verdict = self._judge_chains(rows, committed, draft, output.logits)
-        columns = [verdict.num_accepted[:, None], verdict.next_token_ids[:, None]]
-        columns.append(draft.token_ids.to(verdict.next_token_ids.device))
-        table = torch.cat(columns, dim=1).tolist()  # the round's one wait for the device
-        return Verdict(
-            [line[2 : 2 + line[0]] for line in table],
-            [line[1] for line in table],
-            draft.num_drafted.tolist(),
-            output.hidden,
-        )
+        judge = self._judge_greedily if self._sampler.all_greedy else self._judge_by_rule
+        kept, following = judge(rows, committed, draft, output.logits)
+        return Verdict(kept, following, draft.num_drafted.tolist(), output.hidden)
 
-    def _judge_chains(
+    def _judge_greedily(
         self, rows: list[int], committed: list[list[int]], draft: Draft, logits: Tensor
-    ) -> Verification:
+    ) -> tuple[list[list[int]], list[int]]:
+        """The drafts that each row keeps and the token behind them, on the host."""
+        width = logits.shape[1]  # K + 1
+        every, histories = self._contexts(rows, committed, draft)
+        choices = self._sampler.argmax(logits.flatten(0, 1), every, histories).view(-1, width)
+        table = torch.cat([choices, draft.token_ids.to(choices.device)], dim=1)
+        kept, following = [], []
+        # The round's one wait for the device; the rest is quicker here than in small tensors.
+        for line, count in zip(table.tolist(), draft.num_drafted.tolist(), strict=True):
+            chosen, drafted = line[:width], line[width : width + count]
+            num_accepted = verify_greedy(drafted, chosen)
+            kept.append(drafted[:num_accepted])
+            following.append(chosen[num_accepted])
+        return kept, following
+
+    def _judge_by_rule(
+        self, rows: list[int], committed: list[list[int]], draft: Draft, logits: Tensor
+    ) -> tuple[list[list[int]], list[int]]:
+        """As `_judge_greedily`, where any row samples."""
         num_rows, width, _ = logits.shape  # width = K + 1
-        device = logits.device
-        every = [row for row in rows for _ in range(width)]
-        histories = None
-        if self._sampler.needs_history:
-            drafted = draft.token_ids.tolist()
-            histories = [
-                [*tokens, *drafted[i][:position]]
-                for i, tokens in enumerate(committed)
-                for position in range(width)
-            ]
-        draft_ids = draft.token_ids.to(device)
-        num_drafted = draft.num_drafted.to(device)
-        if self._sampler.all_greedy:
-            choices = self._sampler.argmax(logits.flatten(0, 1), every, histories)
-            return verify_greedy(draft_ids, choices.view(num_rows, width), num_drafted)
+        device, draft_ids = logits.device, draft.token_ids.to(logits.device)
+        every, histories = self._contexts(rows, committed, draft)
         probs = self._sampler.probs(logits.flatten(0, 1), every, histories)
         verify = verify_block if self._rule is Rule.block else verify_speculative
-        return verify(
+        verdict = verify(
             draft_ids,
             None if draft.probs is None else draft.probs.to(device),
             probs.view(num_rows, width, -1),
-            num_drafted,
+            draft.num_drafted.to(device),
             self._uniforms(rows, width).to(device),
         )
+        columns = [verdict.num_accepted[:, None], verdict.next_token_ids[:, None], draft_ids]
+        table = torch.cat(columns, dim=1).tolist()  # the round's one wait for the device
+        return [line[2 : 2 + line[0]] for line in table], [line[1] for line in table]
+
+    def _contexts(
+        self, rows: list[int], committed: list[list[int]], draft: Draft
+    ) -> tuple[list[int], list[list[int]] | None]:
+        """Of every position of every row: its row, and the tokens in front of what it chooses."""
+        width = draft.token_ids.shape[1] + 1
+        every = [row for row in rows for _ in range(width)]
+        if not self._sampler.needs_history:
+            return every, None
+        drafted = draft.token_ids.tolist()
+        return every, [
+            [*tokens, *drafted[i][:position]]
+            for i, tokens in enumerate(committed)
+            for position in range(width)
+        ]
 
     def _verify_trees(
         self, rows: list[int], committed: list[list[int]], draft: Draft, tree: DraftTree
