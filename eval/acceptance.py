@@ -10,9 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from eval.intervals import NUM_RESAMPLES, Interval, mean_interval, ratio_interval
+from eval.intervals import (
+    NUM_RESAMPLES,
+    Interval,
+    mean_interval,
+    ratio_difference_interval,
+    ratio_interval,
+)
 from eval.looping import is_looping
-from eval.results import AcceptanceResult, PromptCounts
+from eval.results import AcceptanceResult, DrafterDifference, PromptCounts
 from eval.suites import EvalPrompt
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Drafter
@@ -202,6 +208,30 @@ def acceptance_result(
             )
             for i, row in enumerate(rows)
         ],
+    )
+
+
+def difference(
+    first: AcceptanceResult, other: AcceptanceResult, **options: int
+) -> DrafterDifference | None:
+    """Acceptance length of `other` minus that of `first` on the same prompts; None without rounds.
+
+    Both at one temperature, suite and draft length.
+    """
+    sides = [
+        ([p.num_accepted for p in side.prompts], [p.num_rounds for p in side.prompts])
+        for side in (first, other)
+    ]
+    values = [side.acceptance_length.value for side in (first, other)]
+    if values[0] is None or values[1] is None:
+        return None
+    return DrafterDifference(
+        drafter=other.drafter,
+        suite=other.suite,
+        temperature=other.temperature,
+        first=values[0],
+        second=values[1],
+        difference=ratio_difference_interval(sides[0], sides[1], **options),
     )
 
 

@@ -16,10 +16,12 @@ from specdec_runtime.target import Target
 
 ENTROPY_EDGES = (0.1, 0.5, 1.0, 2.0, 3.0)  # nats; below 0.1 the target is all but certain
 POSITION_EDGES = (16, 32, 64, 128, 256)  # tokens into the answer
+CONTEXT_EDGES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # tokens of prompt and answer
 MIN_POSITIONS = 20  # smaller groups say nothing
 FENCE = "```"  # opens and closes code in chat answers
 BY_CATEGORY, BY_CLASS = "category", "token class"
 BY_ENTROPY, BY_POSITION = "target entropy", "answer position"
+BY_CONTEXT = "context length"
 
 
 class Place(NamedTuple):
@@ -44,11 +46,13 @@ def breakdown(
 ) -> list[BreakdownResult]:
     """Groups of every kind with enough positions, in their natural order."""
     classes = [token_classes(_texts(target, answer)) for answer in answers]
+    before = [len(answer.prompt_ids) for answer in answers]
     kinds: list[tuple[str, Callable[[int, int], str | None]]] = [
         (BY_CATEGORY, lambda prompt, _: prompts[prompt].category),
         (BY_CLASS, lambda prompt, i: classes[prompt][i + 1]),
         (BY_ENTROPY, lambda prompt, i: edge_group(scores[prompt].entropy[i], ENTROPY_EDGES)),
         (BY_POSITION, lambda _, i: edge_group(i + 1, POSITION_EDGES)),
+        (BY_CONTEXT, lambda prompt, i: edge_group(before[prompt] + i + 1, CONTEXT_EDGES)),
     ]
     results = []
     for by, group_of in kinds:

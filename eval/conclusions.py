@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from eval.acceptance import difference
 from eval.exactness import certify
 from eval.flags import flags_of
 from eval.prediction import predict
 from eval.results import (
     Certificate,
+    DrafterDifference,
     Flag,
     IdentityCheck,
     ReplayedLength,
@@ -50,7 +52,20 @@ def conclude(
             results.speed = [withheld(s) if s.drafter == name else s for s in results.speed]
         for suite in results.suites:
             _conclude_one(results, name, suite.name, certificate, lengths[name, suite.name])
+    results.differences = differences(results)
     results.flags = [*notes, *flags_of(results)]
+
+
+def differences(results: Results) -> list[DrafterDifference]:
+    """Acceptance of every other drafter against the first, where both drafted equally far."""
+    by_key = {(a.drafter, a.suite, a.temperature): a for a in results.acceptance}
+    found = []
+    for other in results.acceptance:
+        first = by_key[results.drafters[0].name, other.suite, other.temperature]
+        if other is not first and other.num_draft_tokens == first.num_draft_tokens:
+            one = difference(first, other, num_resamples=results.settings["num_resamples"])
+            found += [] if one is None else [one]
+    return found
 
 
 def withheld(speed: SpeedResult) -> SpeedResult:

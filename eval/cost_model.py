@@ -148,19 +148,31 @@ def free_drafting_ceiling(rate: float) -> float | None:
 
 
 def decomposition(
-    acceptance_length: float, costs: RoundCosts, rounds_by_drafted: Mapping[int, int]
+    acceptance_length: float,
+    costs: RoundCosts,
+    rounds_by_drafted: Mapping[int, int],
+    *,
+    draft_start: float = 0.0,
 ) -> list[Step]:
     """The speedup after each cost is charged in turn, from the ideal to the prediction.
 
     The ideal is the acceptance length: free drafts, a verification that costs one pass, nothing
     outside the passes. The last step equals `predicted_speedup`.
+
+    Args:
+        draft_start: the part of the overhead that drafting takes whatever its length (the drafter
+            reads what was kept), in passes of the target over one token.
     """
     plain = costs.plain_overhead
     free = replace(costs, draft_cost=0.0, overhead=plain, verify=(1.0,) * len(costs.verify))
-    steps = [("ideal", free)]
-    steps.append(("verification of more tokens", replace(free, verify=costs.verify)))
-    steps.append(("drafting", replace(steps[-1][1], draft_cost=costs.draft_cost)))
-    steps.append(("work outside model passes", costs))
+    verified = replace(free, verify=costs.verify)
+    drafted = replace(verified, draft_cost=costs.draft_cost, overhead=plain + draft_start)
+    steps = [
+        ("ideal", free),
+        ("verification of more tokens", verified),
+        ("drafting", drafted),
+        ("sampling, roll-back, bookkeeping", costs),
+    ]
     return [
         Step(name, predicted_speedup(acceptance_length, charged, rounds_by_drafted))
         for name, charged in steps

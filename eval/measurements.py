@@ -1,7 +1,7 @@
 """The measurements of an evaluation, each kept on disk once it is done (parts.py)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eval.config import EvaluationConfig
 from eval.costs import measure_costs
@@ -29,6 +29,7 @@ from eval.rivals import measure_rival
 from eval.sampling_check import sampling_checks
 from eval.suites import EvalPrompt, spread
 from eval.sweeps import batch_sweep, context_sweep
+from eval.what_if import draft_weights, memory_bandwidth, pass_weights
 from specdec_runtime.auto_length import time_passes
 from specdec_runtime.draft import Drafter
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
@@ -222,7 +223,7 @@ def costs(
     setting: Setting, name: str, pass_s: list[float], plain_token_s: float | None
 ) -> CostResult:
     """Costs of a round; `plain_token_s` as in `measure_costs`."""
-    return setting.parts.get(
+    measured = setting.parts.get(
         f"costs {name}",
         CostResult,
         lambda: measure_costs(
@@ -234,6 +235,13 @@ def costs(
             pass_s=pass_s,
             plain_token_s=plain_token_s,
         ),
+    )
+    model = setting.target.model
+    speed = setting.parts.get("bandwidth", float, lambda: memory_bandwidth(model.device))
+    return replace(
+        measured,
+        target_weights=pass_weights(model, speed),
+        draft_weights=draft_weights(setting.drafters[name], speed),
     )
 
 

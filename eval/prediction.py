@@ -1,11 +1,10 @@
 """The cost model applied to what was measured: predicted speedups, best length, what would help.
 
 Acceptance comes from the replay (temperature 0, exact for every draft length), costs from the
-clock. `what_if` answers always allow the draft length to change with the circumstances.
+clock.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from eval.cost_model import (
     RoundCosts,
@@ -27,11 +26,9 @@ from eval.results import (
     ReplayedLength,
     SpeedResult,
 )
+from eval.what_if import Lengths, value_of, what_if
 
-FEWER_REJECTIONS = 0.2  # what a longer training may bring: one rejection in five avoided
 MOSTLY_FULL = 0.8  # a drafter that fills this share of its rounds has one draft length
-
-Lengths = Mapping[int, ReplayedLength]
 
 
 def predict(
@@ -66,8 +63,8 @@ def predict(
         best_num_draft_tokens=best.num_draft_tokens,
         best_speedup=best.speedup,
         mean_acceptance=None if at_shown is None else equivalent_rate(at_shown),
-        decomposition=_decompose(speed, at_shown, costs),
-        what_if=what_if(lengths, costs),
+        decomposition=_decompose(speed, at_shown, measured),
+        what_if=what_if(lengths, measured),
         measured_num_draft_tokens=None if speed is None else shown,
         predicted_at_measured=predicted,
         deviation=deviation(predicted, known) if predicted and known else None,
@@ -99,40 +96,9 @@ def decoded_lengths(decoded: AcceptanceResult) -> list[ReplayedLength]:
 def speedups_by_length(lengths: Lengths, costs: RoundCosts) -> dict[int, float]:
     """{num_draft_tokens: predicted decode speedup}."""
     return {
-        k: predicted_speedup(_value(length), costs, length.rounds_by_drafted)
+        k: predicted_speedup(value_of(length), costs, length.rounds_by_drafted)
         for k, length in lengths.items()
     }
-
-
-def what_if(lengths: Lengths, costs: RoundCosts) -> list[Step]:
-    """The best predicted speedup as things are, and if one thing changed."""
-    flat = replace(costs, verify=(1.0,) * len(costs.verify))
-    quiet = replace(costs, overhead=min(costs.overhead, costs.plain_overhead))
-    changes: list[tuple[str, float]] = [
-        ("as measured", _best(lengths, costs)),
-        ("half the drafting time", _best(lengths, replace(costs, draft_cost=costs.draft_cost / 2))),
-        ("a fifth fewer rejections", _best(lengths, costs, fewer_rejections(lengths))),
-        ("verification at the cost of one token", _best(lengths, flat)),
-        ("nothing spent outside model passes", _best(lengths, quiet)),
-        ("a perfect drafter at this cost", _best_perfect(lengths, costs)),
-    ]
-    return [Step(name, speedup) for name, speedup in changes]
-
-
-def fewer_rejections(lengths: Lengths) -> Callable[[ReplayedLength], float]:
-    """Acceptance length at each K if every conditional acceptance lost a fifth of its gap to 1.
-
-    The conditional rates are those of successive lengths: P(k kept) = L(k) - L(k - 1).
-    """
-    survival = [1.0]
-    improved = [1.0]
-    for k in sorted(lengths):
-        before = _value(lengths[k - 1]) if k - 1 in lengths else 1.0
-        survival.append(max(_value(lengths[k]) - before, 0.0))
-        rate = survival[-1] / survival[-2] if survival[-2] > 0 else 0.0
-        rate = min(rate, 1.0)
-        improved.append(improved[-1] * (rate + FEWER_REJECTIONS * (1.0 - rate)))
-    return lambda length: expected_acceptance_length(improved[1 : length.num_draft_tokens + 1])
 
 
 def equivalent_rate(length: ReplayedLength) -> float | None:
@@ -141,27 +107,7 @@ def equivalent_rate(length: ReplayedLength) -> float | None:
     full = length.rounds_by_drafted.get(length.num_draft_tokens, 0)
     if rounds == 0 or full < MOSTLY_FULL * rounds:
         return None
-    return constant_rate_of(_value(length), length.num_draft_tokens)
-
-
-def _value(length: ReplayedLength) -> float:
-    assert length.acceptance_length.value is not None, "a replay holds at least one round"
-    return length.acceptance_length.value
-
-
-def _best(
-    lengths: Lengths, costs: RoundCosts, value: Callable[[ReplayedLength], float] = _value
-) -> float:
-    speedups = {
-        k: predicted_speedup(value(length), costs, length.rounds_by_drafted)
-        for k, length in lengths.items()
-    }
-    return best_length(speedups).speedup
-
-
-def _best_perfect(lengths: Lengths, costs: RoundCosts) -> float:
-    speedups = {k: predicted_speedup(k + 1.0, costs, {k: 1}) for k in lengths}
-    return best_length(speedups).speedup
+    return constant_rate_of(value_of(length), length.num_draft_tokens)
 
 
 def _predicted_as_timed(speed: SpeedResult, costs: RoundCosts) -> float | None:
@@ -173,15 +119,18 @@ def _predicted_as_timed(speed: SpeedResult, costs: RoundCosts) -> float | None:
 
 
 def _decompose(
-    speed: SpeedResult | None, replayed: ReplayedLength | None, costs: RoundCosts
+    speed: SpeedResult | None, replayed: ReplayedLength | None, measured: CostResult
 ) -> list[Step]:
     """Of the timed prompts where there are any, else of the replayed ones."""
+    costs = measured.costs
+    start = measured.draft_start_s / costs.target_s
     if speed is not None and _predicted_as_timed(speed, costs) is not None:
         assert speed.acceptance_length is not None
-        return decomposition(speed.acceptance_length, costs, speed.rounds_by_drafted)
+        rounds = speed.rounds_by_drafted
+        return decomposition(speed.acceptance_length, costs, rounds, draft_start=start)
     if replayed is None:
         return []
-    return decomposition(_value(replayed), costs, replayed.rounds_by_drafted)
+    return decomposition(value_of(replayed), costs, replayed.rounds_by_drafted, draft_start=start)
 
 
 def _length_prediction(
@@ -189,7 +138,7 @@ def _length_prediction(
 ) -> LengthPrediction:
     return LengthPrediction(
         num_draft_tokens=length.num_draft_tokens,
-        acceptance_length=_value(length),
+        acceptance_length=value_of(length),
         speedup=speedup,
         break_even_acceptance=break_even_acceptance(costs, length.num_draft_tokens),
     )

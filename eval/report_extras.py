@@ -1,7 +1,90 @@
-"""Tables of what is measured on request only: policies, other programs, batches, contexts."""
+"""Tables beside the main ones: what would help, details, what is measured on request."""
 
-from eval.report_tables import Cell, Table
-from eval.results import Results
+from eval.definitions import other_numbers
+from eval.report_tables import Cell, Table, interval, number
+from eval.results import AcceptanceResult, Prediction, Results
+
+
+def what_if_table(prediction: Prediction) -> Table:
+    """Predicted speedups if one thing changed, with what each takes for granted."""
+    return Table(
+        f"What would help: {prediction.drafter} on {prediction.suite}",
+        ["if", "speedup", "taken for granted"],
+        [
+            [Cell(one.name, wide=True), Cell(f"{one.speedup:.2f}"), Cell(one.assumes, wide=True)]
+            for one in prediction.what_if
+        ],
+        note="Predicted from measured acceptance and costs, each at its own best draft length.",
+        text_columns=frozenset({0, 2}),
+    )
+
+
+def difference_table(results: Results) -> Table:
+    """Other drafters against the first, prompt by prompt."""
+    return Table(
+        "Other drafters against the first, on the same prompts",
+        ["drafter", "prompts", "temperature", "acceptance length", "difference", "sure"],
+        [
+            [
+                Cell(one.drafter),
+                Cell(one.suite),
+                Cell(f"{one.temperature:g}"),
+                Cell(f"{one.first:.2f} to {one.second:.2f}"),
+                interval(one.difference),
+                Cell("yes" if one.is_sure else "no"),
+            ]
+            for one in results.differences
+        ],
+        note=(
+            "Paired: both drafters' counts of the same prompts are resampled together, so that "
+            "what prompts do to both drops out. Sure: the 95 % interval leaves out 0."
+        ),
+        text_columns=frozenset({0, 1}),
+    )
+
+
+def breakdown_table(results: Results, drafter: str, by: str) -> Table:
+    """Agreement and overlap of one drafter by kind of position."""
+    chosen = [b for b in results.breakdown if (b.drafter, b.by) == (drafter, by)]
+    rows = [
+        [
+            Cell(b.suite),
+            Cell(b.group),
+            interval(b.agreement),
+            interval(b.overlap),
+            Cell(str(b.num_positions)),
+        ]
+        for b in chosen
+    ]
+    return Table(
+        f"By {by}: {drafter}",
+        ["prompts", by, "agreement", "overlap", "positions"],
+        rows,
+        text_columns=frozenset({0, 1}),
+    )
+
+
+def definition_table(result: AcceptanceResult) -> Table:
+    """One result under other programs' definitions."""
+    rows = [
+        [Cell(o.program), Cell(o.name), Cell(o.how, wide=True), number(o.value, 3)]
+        for o in other_numbers(result)
+    ]
+    return Table(
+        f"As other programs would print it: {result.drafter} on {result.suite}",
+        ["program", "name", "definition", "value"],
+        rows,
+        text_columns=frozenset({0, 1, 2}),
+    )
+
+
+def baseline_table(results: Results) -> Table:
+    """Ways to decode the target without a drafter; the fastest is the baseline."""
+    rows = [
+        [Cell(b.name), number(b.tokens_per_s, 1), Cell("baseline" if b.used else "")]
+        for b in results.baselines
+    ]
+    return Table("Plain decoding", ["decoder", "tokens/s", ""], rows)
 
 
 def policy_table(results: Results) -> Table:

@@ -5,29 +5,35 @@ script of the trace viewer lie in templates/.
 """
 
 import json
-from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from textwrap import shorten
 
-from eval.breakdown import BY_CATEGORY, BY_CLASS, BY_ENTROPY, BY_POSITION
-from eval.report_extras import policy_table, rival_table, sweep_table
+from eval.breakdown import BY_CATEGORY, BY_CLASS, BY_CONTEXT, BY_ENTROPY, BY_POSITION
+from eval.report_extras import (
+    baseline_table,
+    breakdown_table,
+    definition_table,
+    difference_table,
+    policy_table,
+    rival_table,
+    sweep_table,
+    what_if_table,
+)
 from eval.report_plots import (
     TIMES,
     breakdown_plot,
     decomposition_plots,
     position_plot,
     speed_plots,
+    sweep_plots,
 )
 from eval.report_tables import (
     Cell,
     Table,
     acceptance_table,
-    baseline_table,
-    breakdown_table,
     cost_table,
-    definition_table,
     exactness_table,
     facts_table,
     interval,
@@ -89,7 +95,8 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
         _section(
             "In other settings",
             "",
-            _tables(policy_table(results), rival_table(results), sweep_table(results)),
+            sweep_plots(results)
+            + _tables(policy_table(results), rival_table(results), sweep_table(results)),
         ),
         _section(
             "Serve it with",
@@ -250,8 +257,9 @@ def _cell(table: Table, column: int, cell: Cell) -> str:
 
 def _costs(results: Results) -> str:
     main = _main_prediction(results)
-    plots = "" if main is None else decomposition_plots(results, main)
-    return plots + _table(cost_table(results))
+    if main is None:
+        return _table(cost_table(results))
+    return decomposition_plots(results, main) + _tables(what_if_table(main), cost_table(results))
 
 
 def _main_prediction(results: Results) -> Prediction | None:
@@ -273,8 +281,8 @@ def _acceptance(results: Results) -> str:
             ]
             plots.append(position_plot(chosen, suite))
     tables = _table(acceptance_table(results, greedy=True), titled=True)
-    sampled = replace(acceptance_table(results, greedy=False), note="")  # the same note
-    tables += _table(sampled, titled=True)
+    tables += _table(acceptance_table(results, greedy=False), titled=True)
+    tables += _table(difference_table(results), titled=True)
     return tables + (f'<div class="plots">{"".join(plots)}</div>' if any(plots) else "")
 
 
@@ -307,7 +315,7 @@ def _traces(traces: list[Trace]) -> str:
 
 
 def _breakdown(results: Results) -> str:
-    """Agreement of the first drafter by entropy and position as plots, by class as tables."""
+    """Agreement of the first drafter by entropy, position and context as plots, else as tables."""
     if not results.drafters:
         return ""
     name = results.drafters[0].name
@@ -316,6 +324,7 @@ def _breakdown(results: Results) -> str:
         for by, label in (
             (BY_ENTROPY, "target's entropy, nats"),
             (BY_POSITION, "tokens into the answer"),
+            (BY_CONTEXT, "tokens in front, prompt included"),
         )
     )
     tables = "".join(

@@ -1,6 +1,12 @@
 """report.md: the verdict and the tables, for terminals, pull requests and drafter cards."""
 
-from eval.report_extras import policy_table, rival_table, sweep_table
+from eval.report_extras import (
+    difference_table,
+    policy_table,
+    rival_table,
+    sweep_table,
+    what_if_table,
+)
 from eval.report_html import main_verdict
 from eval.report_tables import (
     Table,
@@ -35,12 +41,15 @@ def render_markdown(results: Results) -> str:
         speed_table(results),
         acceptance_table(results, greedy=True),
         acceptance_table(results, greedy=False),
+        difference_table(results),
         exactness_table(results),
         replay_table(results),
         cost_table(results),
     ]
     if verdict is not None:
         tables.append(length_table(results, verdict.drafter, verdict.suite))
+        key = (verdict.drafter, verdict.suite)
+        tables += [what_if_table(p) for p in results.predictions if (p.drafter, p.suite) == key]
     tables += [policy_table(results), rival_table(results), sweep_table(results)]
     tables += [serving_table(results), facts_table(results)]
     return "\n".join([*lines, *(markdown_table(table) for table in tables if table.rows)])

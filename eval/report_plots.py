@@ -28,9 +28,9 @@ def speed_plots(results: Results) -> str:
     return f'<div class="plots">{"".join(plots)}</div>' if any(plots) else ""
 
 
-def _factor(name: str, value: float | None, kind: str) -> Bar:
+def _factor(name: str, value: float | None, kind: str, title: str = "") -> Bar:
     assert value is not None
-    return Bar(name, 0.0, value, f"{value:.2f}{TIMES}", kind)
+    return Bar(name, 0.0, value, f"{value:.2f}{TIMES}", kind, title)
 
 
 def _speed_series(prediction: Prediction, speeds: list[SpeedResult], colour: int) -> list[Series]:
@@ -78,8 +78,8 @@ def decomposition_plots(results: Results, prediction: Prediction) -> str:
             bars.append(_factor("measured, with the prefill", speed.speedup.value, "s2"))
     title = f"From ideal to measured, {length} drafted, {prediction.suite}"
     changes = [
-        _factor(step.name, step.speedup, "s2" if i == 0 else "s0")
-        for i, step in enumerate(prediction.what_if)
+        _factor(one.name, one.speedup, "s2" if i == 0 else "s0", one.assumes)
+        for i, one in enumerate(prediction.what_if)
     ]
     eaten = bar_list(title, bars, reference=1.0)
     helped = bar_list("Predicted speedup at the best draft length, if ...", changes, reference=1.0)
@@ -101,7 +101,7 @@ def position_plot(chosen: list[AcceptanceResult], suite: str) -> str:
         ]
         series.append(Series(result.drafter, points, colour))
     temperature = chosen[0].temperature
-    axes = Axes("position in the draft", "kept", y_max=1.0, percent=True)
+    axes = Axes("position in the draft", "kept", y_max=_percent_top(series), percent=True)
     title = f"Kept drafts by position, {suite}, temperature {temperature:g}"
     return line_chart(title, series, axes)
 
@@ -120,8 +120,42 @@ def breakdown_plot(results: Results, drafter: str, by: str, label: str) -> str:
         ]
         if points:
             series.append(Series(suite, points, colour))
-    axes = Axes(label, "agreement", y_max=1.0, percent=True, x_names=tuple(groups))
+    top = _percent_top(series)
+    axes = Axes(label, "agreement", y_max=top, percent=True, x_names=tuple(groups))
     return line_chart(f"Agreement by {by}, {drafter}", series, axes)
+
+
+def sweep_plots(results: Results) -> str:
+    """Speedup by batch size and by context length, where those were swept: best length of each."""
+    plots = []
+    for label, is_batch in (("batch size", True), ("context, tokens", False)):
+        best: dict[int, float] = {}
+        for one in results.sweeps:
+            if one.measured == is_batch:
+                place = one.batch_size if is_batch else one.context_tokens
+                best[place] = max(best.get(place, 0.0), one.speedup)
+        if len(best) < 2:
+            continue
+        places = sorted(best)
+        points = [Point(i, best[place], title=f"{place}: {best[place]:.2f}") for i, place in
+                  enumerate(places)]  # fmt: skip
+        axes = Axes(
+            label,
+            "speedup",
+            reference=1.0,
+            reference_label="break-even",
+            x_names=tuple(map(str, places)),
+        )
+        how = "measured" if is_batch else "predicted"
+        title = f"Speedup by {label.removesuffix(', tokens')}, {how}"
+        plots.append(line_chart(title, [Series(results.sweeps[0].drafter, points, 0)], axes))
+    return f'<div class="plots">{"".join(plots)}</div>' if plots else ""
+
+
+def _percent_top(series: list[Series]) -> float:
+    """The tenth above the highest interval, at most 100 %."""
+    highs = [p.high if p.high is not None else p.y for one in series for p in one.points]
+    return min(1.0, (int(10 * max(highs, default=0.9)) + 1) / 10)
 
 
 def _edge(group: str) -> float:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from eval.definitions import other_numbers
 from eval.intervals import Interval
 from eval.results import AcceptanceResult, IdentityCheck, Results, SpeedResult
 
@@ -122,13 +121,38 @@ def acceptance_table(results: Results, *, greedy: bool) -> Table:
             "looping",
         ],
         rows,
-        note=(
+        note=_counted(results, chosen)
+        if not greedy
+        else (
             "Acceptance length: tokens a target pass, recovered or bonus token included, prefill "
             "excluded. Acceptance rate: accepted / drafted. Position 1: rounds whose first draft "
             "was kept / all rounds. Looping: answers that repeat themselves, which inflates "
-            "acceptance."
+            "acceptance." + _counted(results, chosen)
         ),
         text_columns=frozenset({0, 1}),
+    )
+
+
+def _counted(results: Results, chosen: list[AcceptanceResult]) -> str:
+    """How the counts came about, where not all prompts were decoded with every drafter."""
+    replayed = [a for a in chosen if a.num_decoded < a.num_prompts]
+    if not replayed:
+        return ""
+    if replayed[0].temperature == 0:
+        most = max(a.num_decoded for a in replayed)
+        return (
+            " Counted along the target's own texts; decoding with the drafters gave the same counts "
+            f"on {most} prompts a suite."
+        )
+    checks = [
+        f"{one.drafter} {one.replayed.value:.2f} and {one.decoded.value:.2f}"
+        for one in results.sampled_replay
+        if one.replayed and one.decoded and one.replayed.value and one.decoded.value
+    ]
+    said = f"; by replay and by decoding on some prompts: {', '.join(checks)}" if checks else ""
+    return (
+        "To be expected of texts that the target sampled, which leaves the chance of acceptance out "
+        f"of the intervals{said}."
     )
 
 
@@ -148,7 +172,8 @@ def exactness_table(results: Results) -> Table:
         rows.append([Cell("every drafter"), title, rate, Cell("")])
     for sampled in results.sampling:
         draws = f"chi-squared on 16-token toys, {sampled.num_draws:,} draws"
-        values = f"p-value {sampled.smallest_p_value:.2g}, control {sampled.control_p_value:.0e}"
+        control = f"{sampled.control_p_value:.0e}" if sampled.control_p_value else "0"
+        values = f"p-value {sampled.smallest_p_value:.2g}, control {control}"
         rows.append(
             [
                 Cell("every drafter"),
@@ -223,6 +248,11 @@ def length_table(results: Results, drafter: str, suite: str) -> Table:
     prediction = next(
         (p for p in results.predictions if (p.drafter, p.suite) == (drafter, suite)), None
     )
+    sampled = next(
+        (r for r in results.sampled_replay if (r.drafter, r.suite) == (drafter, suite)), None
+    )
+    lengths = sampled.lengths if sampled is not None else []
+    expected = {one.num_draft_tokens: one.acceptance_length for one in lengths}
     measured = {
         s.num_draft_tokens: s
         for s in results.speed
@@ -235,6 +265,7 @@ def length_table(results: Results, drafter: str, suite: str) -> Table:
             [
                 Cell(str(length.num_draft_tokens)),
                 number(length.acceptance_length),
+                interval(expected.get(length.num_draft_tokens)),
                 number(length.speedup),
                 interval(speed.decode_speedup) if speed else Cell(""),
                 number(length.break_even_acceptance),
@@ -242,35 +273,24 @@ def length_table(results: Results, drafter: str, suite: str) -> Table:
         )
     return Table(
         f"Draft length: {drafter} on {suite}",
-        ["draft length", "acceptance length", "predicted", "measured", "break-even acceptance"],
+        [
+            "draft length",
+            "acceptance length",
+            "sampled",
+            "predicted",
+            "measured",
+            "break-even acceptance",
+        ],
         rows,
-        note="Speedups of decoding alone, prefill excluded.",
+        note=(
+            "Greedy; sampled: the acceptance length to be expected at the sampling temperature. "
+            "Speedups of decoding alone, prefill excluded."
+        ),
         main_rows=frozenset(
             i
             for i, length in enumerate(prediction.lengths if prediction else [])
             if prediction and length.num_draft_tokens == prediction.best_num_draft_tokens
         ),
-    )
-
-
-def breakdown_table(results: Results, drafter: str, by: str) -> Table:
-    """Agreement and overlap of one drafter by kind of position."""
-    chosen = [b for b in results.breakdown if (b.drafter, b.by) == (drafter, by)]
-    rows = [
-        [
-            Cell(b.suite),
-            Cell(b.group),
-            interval(b.agreement),
-            interval(b.overlap),
-            Cell(str(b.num_positions)),
-        ]
-        for b in chosen
-    ]
-    return Table(
-        f"By {by}: {drafter}",
-        ["prompts", by, "agreement", "overlap", "positions"],
-        rows,
-        text_columns=frozenset({0, 1}),
     )
 
 
@@ -305,29 +325,6 @@ def cost_table(results: Results) -> Table:
             "drafted token. o: what a round spends outside these passes."
         ),
     )
-
-
-def definition_table(result: AcceptanceResult) -> Table:
-    """One result under other programs' definitions."""
-    rows = [
-        [Cell(o.program), Cell(o.name), Cell(o.how, wide=True), number(o.value, 3)]
-        for o in other_numbers(result)
-    ]
-    return Table(
-        f"As other programs would print it: {result.drafter} on {result.suite}",
-        ["program", "name", "definition", "value"],
-        rows,
-        text_columns=frozenset({0, 1, 2}),
-    )
-
-
-def baseline_table(results: Results) -> Table:
-    """Ways to decode the target without a drafter; the fastest is the baseline."""
-    rows = [
-        [Cell(b.name), number(b.tokens_per_s, 1), Cell("baseline" if b.used else "")]
-        for b in results.baselines
-    ]
-    return Table("Plain decoding", ["decoder", "tokens/s", ""], rows)
 
 
 def facts_table(results: Results) -> Table:

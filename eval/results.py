@@ -198,10 +198,29 @@ class SampledReplay:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DrafterDifference:
+    """Acceptance length of another drafter minus that of the first, paired by prompt."""
+
+    drafter: str
+    suite: str
+    temperature: float
+    first: float
+    second: float
+    difference: Interval
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the interval leaves out 0."""
+        low, high = self.difference.low, self.difference.high
+        return low is not None and high is not None and (low > 0 or high < 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BreakdownResult:
     """Agreement and overlap of a drafter on one kind of position of the target's greedy texts.
 
-    by: "category" (of the prompt), "token class", "target entropy" (nats) or "answer position".
+    by: "category" (of the prompt), "token class", "target entropy" (nats), "answer position" or
+    "context length" (tokens in front, prompt included).
     """
 
     drafter: str
@@ -214,8 +233,30 @@ class BreakdownResult:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PassWeights:
+    """The weights that a pass of a model reads.
+
+    read_s: seconds of reading them once at the measured memory bandwidth; None for a model that is
+    compiled already.
+    """
+
+    num_layers: int
+    layer_weights: int
+    head_rows: int
+    head_weights: int
+    read_s: float | None = None
+
+    @property
+    def weights(self) -> int:
+        return self.layer_weights + self.head_weights
+
+
+@dataclass(frozen=True, kw_only=True)
 class CostResult:
-    """Measured costs of one drafter, in seconds and in passes of the target over one token."""
+    """Measured costs of one drafter, in seconds and in passes of the target over one token.
+
+    target_weights, draft_weights: None where they are not known (what_if.py).
+    """
 
     drafter: str
     context_tokens: int
@@ -224,6 +265,8 @@ class CostResult:
     draft_start_s: float
     outside_s: float
     costs: RoundCosts
+    target_weights: PassWeights | None = None
+    draft_weights: PassWeights | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +367,15 @@ class LengthPrediction:
     break_even_acceptance: float | None
 
 
+@dataclass(frozen=True)
+class WhatIf:
+    """The best predicted speedup if one thing changed. assumes: what is taken for granted."""
+
+    name: str
+    speedup: float
+    assumes: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """What the measured acceptance and costs predict for one drafter and suite (temperature 0).
@@ -340,7 +392,7 @@ class Prediction:
     best_speedup: float
     mean_acceptance: float | None
     decomposition: list[Step]
-    what_if: list[Step]
+    what_if: list[WhatIf]
     measured_num_draft_tokens: int | None
     predicted_at_measured: float | None
     deviation: float | None
@@ -425,6 +477,7 @@ class Results:
     acceptance: list[AcceptanceResult] = field(default_factory=list)
     replay: list[ReplayResult] = field(default_factory=list)
     sampled_replay: list[SampledReplay] = field(default_factory=list)
+    differences: list[DrafterDifference] = field(default_factory=list)
     breakdown: list[BreakdownResult] = field(default_factory=list)
     costs: list[CostResult] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)

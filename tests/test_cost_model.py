@@ -19,7 +19,7 @@ from eval.cost_model import (
     whole_generation_speedup,
 )
 from eval.intervals import Interval
-from eval.prediction import decoded_lengths, fewer_rejections, predict, what_if
+from eval.prediction import decoded_lengths, predict
 from eval.results import CostResult, ReplayedLength
 from tests.test_report import acceptance
 
@@ -141,26 +141,6 @@ def lengths_of(rate: float, longest: int = 6) -> dict[int, ReplayedLength]:
         )
         for k in range(1, longest + 1)
     }
-
-
-def test_a_fifth_fewer_rejections_raises_a_constant_rate_by_a_fifth_of_its_gap():
-    lengths = lengths_of(0.5)
-    improved = fewer_rejections(lengths)
-    for k, length in lengths.items():
-        assert improved(length) == pytest.approx(constant_acceptance_length(0.6, k))
-
-
-def test_what_if_answers_never_fall_below_things_as_they_are():
-    costs = RoundCosts(
-        target_s=0.02,
-        verify=(1.0, 1.05, 1.1, 1.2, 1.3, 1.4, 1.5),
-        draft_cost=0.2,
-        overhead=0.1,
-        plain_overhead=0.02,
-    )
-    steps = {step.name: step.speedup for step in what_if(lengths_of(0.6), costs)}
-    assert min(steps.values()) == steps["as measured"]
-    assert steps["a perfect drafter at this cost"] == max(steps.values())
 
 
 def test_prediction_recommends_the_best_length_and_states_its_break_even():
