@@ -29,17 +29,21 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from distill.batches import Example
+from distill.recorded_states import (
+    SMALLEST_SIZE,
+    START_POSITIONS,
+    inner_states,
+    last_states,
+    mean_size,
+)
 from distill.ridge import Ridge
-from distill.signals import TargetRows
 from specdec_runtime.eagle3_network import Eagle3Network
 
-START_POSITIONS = 20_000
 _DRAFTED_STEPS = 2  # steps of drafting whose states count in the fit, the first included
 # Own entry against all others: its score is about 8 times the square of this, theirs are near 0.
 _FOCUS = 1.5
 _PULL = 0.3  # how much `fc` is to give the target's last state rather than what predicts best
 _SEED = 0  # of the random gates
-_SMALLEST_SIZE = 0.03  # of a normed dimension: what is smaller is not blown up further
 
 
 class _Text(NamedTuple):
@@ -77,7 +81,7 @@ class _Start:
         self.carried = carried  # dimensions of the values that carry the linear map
         # Inside, states have a size of about one, on which optimizers count; the head makes up for
         # it. A power of two changes no digit of a head in 16 bits.
-        self.scale = 2.0 ** round(math.log2(_mean_size(examples)))
+        self.scale = 2.0 ** round(math.log2(mean_size(examples)))
         network.lm_head.weight.mul_(self.scale)
         self.decoder.norm.weight.fill_(1.0)
         self.layer.mlp.down_proj.weight.zero_()
@@ -98,12 +102,11 @@ class _Start:
             first, last = example.prompt_length - 1, len(example.token_ids) - 2
             if last <= first:
                 continue
-            if example.features is None:
-                raise ValueError("these answers have no recorded features: see distill/features.py")
-            states = _hidden(example).float() / self.scale  # of positions first .. last
+            features = inner_states(example)
+            states = last_states(example).float() / self.scale  # of positions first .. last
             embedded = self.decoder.embed_tokens(example.token_ids[first + 1 : last + 1])
             yield _Text(
-                self.decoder.normed_features(example.features[first:last].float()),
+                self.decoder.normed_features(features[first:last]),
                 self.layer.input_layernorm(embedded),
                 states[:-1],
                 states[1:],
@@ -138,7 +141,7 @@ class _Start:
         for text in self.texts():
             squares += text.features.square().sum(0)
             count += len(text.features)
-        sizes = (squares / max(count, 1)).sqrt().clamp_min(_SMALLEST_SIZE)
+        sizes = (squares / max(count, 1)).sqrt().clamp_min(SMALLEST_SIZE)
         parts = sizes.chunk(len(self.decoder.fc_norm))
         for norm, part in zip(self.decoder.fc_norm, parts, strict=True):
             norm.weight.copy_(1 / part)
@@ -213,19 +216,3 @@ class _Start:
             product += float((normed * wanted).sum())
             square += float(normed.square().sum())
         norm.weight.fill_(product / square)
-
-
-def _hidden(example: Example) -> Tensor:
-    if not isinstance(example.rows, TargetRows):
-        raise ValueError(
-            "the start is solved from hidden states: choose signals.form=hidden or live"
-        )
-    return example.rows.hidden
-
-
-def _mean_size(examples: Sequence[Example]) -> float:
-    """Root mean square of the target's last states."""
-    states = torch.cat([_hidden(example) for example in examples[:64]])
-    if not len(states):
-        raise ValueError("no position to fit the drafter on: expected answers with tokens")
-    return float(states.float().square().mean().sqrt())

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from distill.batches import Batch, Example
-from distill.chunked_head import head_loss
+from distill.drafted_steps import drafted_terms, loss_places
 from distill.eagle3_start import solve_start
 from distill.eagle3_unroll import unrolled
 from distill.losses import LossConfig, LossName
-from distill.objective import Objective, Terms, terms_of
+from distill.objective import Objective, Terms
 from distill.recipe import DraftSettings, TargetParts
 from distill.signals import TargetHead
-from distill.weighing import weigh_texts
 from specdec_runtime.drafters.eagle3 import Eagle3Drafter
 from specdec_runtime.eagle3_network import NORMS, Eagle3Network, eagle3_config
 from specdec_runtime.engines import Engine
@@ -68,6 +67,9 @@ class Eagle3Settings(DraftSettings):
         if not 0 < self.step_decay <= 1:
             raise ValueError(f"draft.step_decay must be in (0, 1], got {self.step_decay}")
 
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return tuple(self.layer_ids or default_layer_ids(num_layers))
+
 
 SETTINGS = Eagle3Settings
 
@@ -89,7 +91,7 @@ def make(settings: Eagle3Settings, parts: TargetParts) -> "Eagle3Recipe":
             f"draft.context_heads is {settings.context_heads}, expected fewer than the drafter's "
             f"{num_heads} heads"
         )
-    layer_ids = settings.layer_ids or default_layer_ids(target.num_hidden_layers)
+    layer_ids = settings.feature_layers(target.num_hidden_layers)
     config = eagle3_config(
         target,
         layer_ids=layer_ids,
@@ -168,27 +170,13 @@ class Eagle3Recipe:
 
 
 def objective(settings: Eagle3Settings, target_head: TargetHead, config: LossConfig) -> Objective:
-    """The weighted losses of all steps; the counts are those of the first, and each step's overlap."""
-    weights = [settings.step_decay**step for step in range(settings.steps)]
-    shares = [weight / sum(weights) for weight in weights]
+    """The weighted losses of all steps; see `drafted_terms`."""
 
     def terms(module: nn.Module, batch: Batch) -> Terms:
         assert isinstance(module, Eagle3Network)
-        found: list[Terms] = []
-        for states in step_states(module, batch, settings.steps):
-            head = module.lm_head.weight
-            weigh = weigh_texts(config, batch.positions, given=batch.weights)
-            sums = head_loss(
-                states, head, target_head, batch.rows, batch.labels, config, weigh=weigh
-            )
-            found.append(terms_of(sums, batch.num_tokens))
-        counts = dict(found[0].counts)
-        for step, part in enumerate(found[1:], start=2):
-            counts[f"overlap_step_{step}"] = part.counts["overlap"]
-        loss = torch.stack(
-            [share * part.loss_sum for share, part in zip(shares, found, strict=True)]
-        )
-        return Terms(loss.sum(), batch.num_tokens, counts)
+        steps = step_states(module, batch, settings.steps)
+        head, decay = module.lm_head.weight, settings.step_decay
+        return drafted_terms(steps, head, target_head, batch, config, decay=decay)
 
     return terms
 
@@ -201,15 +189,8 @@ def step_states(network: Eagle3Network, batch: Batch, steps: int) -> list[Tensor
     Raises:
         ValueError: if the features are missing, or a prompt is too short for so many steps.
     """
-    if batch.features is None:
-        raise ValueError("these answers have no recorded features: see distill/features.py")
-    width = batch.token_ids.shape[1]
-    rows, places = batch.positions // width, batch.positions % width
-    if int(places.min()) < steps:
-        raise ValueError(
-            f"a prompt of {int(places.min()) + 1} tokens is too short for draft.steps={steps}: "
-            "expected prompts that are longer than the steps"
-        )
+    rows, places = loss_places(batch, steps)
+    assert batch.features is not None
     return [
         states[rows, places - 1]
         for states in unrolled(network.model, batch.token_ids, batch.features, steps)

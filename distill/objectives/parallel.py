@@ -1,0 +1,229 @@
+"""How a parallel drafter is made from its target, and what it is trained on.
+
+Made so that it is of use before the first step (`parallel_start.py`), then trained on the target's
+distribution at every answer token, at each place of the blocks that reach it (`parallel_blocks.py`).
+Frozen: the embeddings, which are the target's, the head, and the second half of the low-rank table,
+which is a part of the head; of the table, each token's own row is trained.
+
+Beside that the confidence head learns the overlap at every place. It reads the states as they are:
+what it learns does not change what is drafted.
+
+Shapes: N loss positions, D hidden size, n draft vocabulary, R rank.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distill.batches import Batch, Example
+from distill.drafted_steps import drafted_terms, loss_places
+from distill.losses import TARGET_FREE, LossConfig, LossName
+from distill.objective import Objective, Terms
+from distill.objectives.eagle3 import default_layer_ids
+from distill.parallel_blocks import block_states
+from distill.parallel_start import solve_start
+from distill.recipe import DraftSettings, TargetParts
+from distill.signals import TargetHead
+from distill.weighing import PerPosition
+from specdec_runtime.drafters.parallel import ParallelDrafter
+from specdec_runtime.engines import Engine
+from specdec_runtime.parallel_network import ParallelNetwork, parallel_config
+
+
+@dataclass(kw_only=True)
+class ParallelSettings(DraftSettings):
+    """draft.* of a parallel drafter.
+
+    layer_ids: k of the target's residuals after k layers that the drafter reads; null = those of an
+        eagle3 drafter, a low, a middle and a high one.
+    context_heads: attention heads that start without a task, beside those that the start needs; they
+        alone learn where to look.
+    intermediate_size: of its MLP; null = the target's.
+    markov_rank: of what a drafted token adds to the scores behind it.
+    steps: places of a block that training scores; a longer block may be drafted.
+    step_decay: weight of each place's loss relative to the one before.
+    solve_start: start from the solved linear model instead of random numbers.
+    """
+
+    kind: str = "parallel"
+    layer_ids: list[int] | None = None
+    context_heads: int = 2
+    intermediate_size: int | None = None
+    markov_rank: int = 128
+    steps: int = 3
+    step_decay: float = 0.8
+    solve_start: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("steps", 1), ("context_heads", 0), ("markov_rank", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(
+                    f"draft.{name} must be at least {least}, got {getattr(self, name)}"
+                )
+        if not 0 < self.step_decay <= 1:
+            raise ValueError(f"draft.step_decay must be in (0, 1], got {self.step_decay}")
+
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        return tuple(self.layer_ids or default_layer_ids(num_layers))
+
+
+SETTINGS = ParallelSettings
+
+
+def make(settings: ParallelSettings, parts: TargetParts) -> "ParallelRecipe":
+    """A drafter for this target; its embeddings and the rows of its head are the target's."""
+    target = parts.module.config
+    head_dim = getattr(target, "head_dim", None) or (
+        target.hidden_size // target.num_attention_heads
+    )
+    task_heads = max(4, 4 * target.hidden_size // (3 * head_dim))
+    config = parallel_config(
+        target,
+        layer_ids=settings.feature_layers(target.num_hidden_layers),
+        draft_vocab_size=len(parts.vocab),
+        num_heads=task_heads + settings.context_heads,
+        head_dim=head_dim,
+        intermediate_size=settings.intermediate_size or target.intermediate_size,
+        markov_rank=min(settings.markov_rank, target.hidden_size),
+        block_size=settings.steps,
+    )
+    network = ParallelNetwork(config).float()
+    with torch.no_grad():
+        embeddings = parts.module.get_input_embeddings().weight
+        network.model.embed_tokens.weight.copy_(embeddings)
+        network.lm_head.weight.copy_(parts.head.kept_weight)
+    for frozen in (network.model.embed_tokens, network.lm_head, network.markov_w2):
+        frozen.requires_grad_(False)
+    if settings.solve_start:
+        attention = network.layer.self_attn
+        for fixed in (attention.q_norm, attention.k_norm):
+            fixed.requires_grad_(False)
+        for partly in (attention.q_proj, attention.k_proj):
+            partly.requires_grad_(settings.context_heads > 0)
+    return ParallelRecipe(settings, parts, network)
+
+
+class ParallelRecipe:
+    """A parallel drafter under training; see `distill.recipe.Recipe`."""
+
+    def __init__(
+        self, settings: ParallelSettings, parts: TargetParts, module: ParallelNetwork
+    ) -> None:
+        self.module = module
+        self.feature_layers = tuple(module.config.eagle_aux_hidden_state_layer_ids)
+        self._settings = settings
+        self._parts = parts
+
+    def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        if not self._settings.solve_start:
+            return {}
+        solve_start(
+            self.module,
+            examples,
+            context_heads=self._settings.context_heads,
+            steps=self._settings.steps,
+        )
+        return {
+            name: tensor.detach()
+            for name, tensor in self.module.state_dict().items()
+            if not name.startswith("model.embed_tokens.")
+        }
+
+    def put_start(self, computed: dict[str, Tensor]) -> None:
+        if computed:
+            self.module.load_state_dict(computed, strict=False)
+
+    def objective(self, loss: LossConfig) -> Objective:
+        if loss.selection.reference is not None or loss.name is LossName.expected_length:
+            raise ValueError(
+                "draft.kind=parallel trains all positions of every place: loss.selection and "
+                "loss.name=expected_length are for causal_lm drafters"
+            )
+        device = next(self.module.parameters()).device
+        return objective(self._settings, self._parts.head.to(device), loss)
+
+    def drafter(self, *, engine: Engine) -> ParallelDrafter:
+        vocab = self._parts.vocab
+        rows = None if vocab.is_full else vocab.token_ids
+        return ParallelDrafter(self.module, draft_vocab=rows, engine=engine)
+
+    def snapshot(self) -> "ParallelRecipe":
+        return ParallelRecipe(self._settings, self._parts, copy.deepcopy(self.module))
+
+    def written(self, dtype: torch.dtype) -> ParallelNetwork:
+        written = copy.deepcopy(self.module)
+        written.fold_feature_scale()
+        nn.Module.to(written, dtype=dtype)
+        written.config.dtype = dtype  # the configuration says what the tensors are
+        return written
+
+    def writing_report(self, written: ParallelNetwork) -> dict[str, float]:
+        return {}
+
+    def kind_config(self) -> dict[str, Any]:
+        return {}
+
+    def compile(self) -> None:
+        self.module.layer.mlp.compile(dynamic=True)
+
+
+def objective(settings: ParallelSettings, target_head: TargetHead, config: LossConfig) -> Objective:
+    """The weighted losses of all places, see `drafted_terms`, and the confidence head's."""
+
+    def terms(module: nn.Module, batch: Batch) -> Terms:
+        assert isinstance(module, ParallelNetwork)
+        steps = place_states(module, batch, settings)
+        head = torch.cat([module.lm_head.weight, module.markov_w2.weight], dim=1)
+        found_at: list[PerPosition] = []
+        found = drafted_terms(
+            steps,
+            head,
+            target_head,
+            batch,
+            config,
+            decay=settings.step_decay,
+            found_at=found_at,
+        )
+        is_greedy = config.name in TARGET_FREE  # only agreement is known then
+        kept = torch.cat([at.agrees.float() if is_greedy else at.overlap for at in found_at])
+        guessed = module.confidence(torch.cat(steps).detach()).squeeze(-1)
+        missed = F.binary_cross_entropy_with_logits(guessed, kept, reduction="sum") / len(steps)
+        total = torch.full_like(kept[0], len(kept))
+        counts = {**found.counts, "confidence": (guessed.detach().sigmoid().sum(), total)}
+        return Terms(found.loss_sum + missed, found.num_tokens, counts)
+
+    return terms
+
+
+def place_states(
+    network: ParallelNetwork, batch: Batch, settings: ParallelSettings
+) -> list[Tensor]:
+    """[N, D + R] for each place of a block: what the head beside the low-rank table reads where the
+    loss positions' tokens are drafted there.
+
+    The token behind position q is drafted at place k by the block that begins at q - k; the tokens
+    drafted before are the text's.
+
+    Raises:
+        ValueError: if the features are missing, or a prompt is too short for so many places.
+    """
+    rows, places = loss_places(batch, settings.steps - 1)
+    assert batch.features is not None
+    codes = network.markov_w1(batch.token_ids[rows, places])
+    solved = network.config.num_attention_heads - settings.context_heads
+    blocks = block_states(
+        network,
+        batch.token_ids,
+        batch.features,
+        rows,
+        places,
+        settings.steps,
+        fixed_heads=solved if settings.solve_start else 0,
+    )
+    return [torch.cat([states, codes.to(states.dtype)], dim=-1) for states in blocks]
