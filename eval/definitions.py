@@ -55,7 +55,13 @@ def other_numbers(result: AcceptanceResult) -> list[OtherNumber]:
             _ratio(accepted + rounds, drafted + rounds),
         ),
         OtherNumber(
-            "NVIDIA specdec_bench",
+            "Spec-Bench",
+            "#Mean accepted tokens",
+            "returned tokens behind the prefill's / rounds",
+            _ratio(tokens - result.num_prompts, rounds),
+        ),
+        OtherNumber(
+            "SPEED-Bench (specdec_bench)",
             "acceptance length",
             "mean over prompts of each prompt's own length",
             result.macro_acceptance_length.value,

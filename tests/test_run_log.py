@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -49,7 +50,7 @@ def test_lines_after_the_resumed_step_and_torn_ones_are_dropped(tmp_path: Path):
 SCRIPT = """
 import sys
 from pathlib import Path
-from train.run_log import Input, RunLog, Tracker, TrackingConfig
+from train.run_log import Input, Rows, RunLog, Tracker, TrackingConfig
 from train.samples import Sample
 run_dir, tracking = Path(sys.argv[1]), TrackingConfig(tracker=Tracker[sys.argv[2]])
 log = RunLog(run_dir, tracking, is_main=True, name="toy", config={"lr": 0.1})
@@ -60,7 +61,8 @@ for folder, file in (("drafter", "draftloop.json"), ("eval", "report.html")):
     (run_dir / folder / file).write_text("content of " + file)
 inputs = [Input("target", "toy/model", "f" * 64), Input("dataset", "answers", "a" * 64)]
 log.write_results(drafter=run_dir / "drafter", evaluation=run_dir / "eval", inputs=inputs,
-                  summary={"acceptance_length": 1.5})
+                  summary={"acceptance_length": 1.5},
+                  tables={"speedup": Rows(["drafter", "value"], [["toy", 1.2]])})
 log.finish(exit_code=0, summary={"acceptance_length": 1.5})
 print("wandb" in sys.modules)
 """
@@ -98,10 +100,58 @@ def test_wandb_without_a_key_runs_offline_and_keeps_curves_samples_and_artifacts
     (record,) = run.glob("*.wandb")
     stored = record.read_bytes()
     assert f"toy-{tmp_path.name}".encode() in stored  # the folder's name: a resumed run goes on
-    for name in (b"training/by_position_1", b"acceptance/samples", b"evaluation/report"):
+    for name in (
+        b"training/by_position_1",
+        b"acceptance/samples",
+        b"evaluation/report",
+        b"evaluation/speedup",
+    ):
         assert name in stored, name
     for name in (b"-drafter", b"-evaluation", b"target_fingerprint", b"f" * 64, b"draftloop.json"):
         assert name in stored, name
+
+
+class StandIn:
+    """Takes the place of the wandb module and of its run; remembers what it is told."""
+
+    offline = True
+
+    def __init__(self) -> None:
+        self.begun: list[dict] = []
+        self.logged: list[tuple[int | None, dict]] = []
+
+    def init(self, **settings):
+        self.begun.append(settings)
+        return self
+
+    def log(self, values, step=None):
+        self.logged.append((step, values))
+
+    def Settings(self, **settings):
+        return SimpleNamespace(base_url="https://localhost", **settings)
+
+
+def test_a_resumed_run_goes_on_with_the_curves_of_the_same_wandb_run(tmp_path: Path, monkeypatch):
+    wandb = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run_dir = tmp_path / "2026-11-30_00-00-00"
+    run_dir.mkdir()
+    tracking = TrackingConfig(tracker=Tracker.wandb)
+    for first, last, resumed_from in ((1, 3, -1), (3, 4, 2)):  # killed after step 3, saved at 2
+        log = RunLog(run_dir, tracking, is_main=True, name="toy", config={})
+        log.continue_after(resumed_from)
+        for step in range(first, last + 1):
+            log.write("training", step, {"loss": 1.0 / step})
+    other = RunLog(run_dir, tracking, is_main=False, name="toy", config={})
+    other.write("training", 5, {"loss": 0.0})  # of another rank
+    assert len(wandb.begun) == 2
+    assert len({one["id"] for one in wandb.begun}) == 1
+    assert all(one["resume"] == "allow" for one in wandb.begun)
+    # Steps are said, so what was logged before the kill is said again and not appended.
+    assert [step for step, _ in wandb.logged] == [1, 2, 3, 3, 4]
+    assert wandb.logged[2] == wandb.logged[3]
+    assert [record["step"] for record in read_metrics(run_dir)] == [1, 2, 3, 4]
 
 
 def test_samples_are_escaped_and_coloured_by_what_became_of_a_token():

@@ -1,8 +1,10 @@
-"""What a run keeps of its evaluation: for `summary.json`, the drafter's manifest, and sweeps."""
+"""What a run keeps of its evaluation: `summary.json`, the drafter's manifest, sweeps, trackers."""
 
 from typing import Any
 
+from eval.intervals import Interval
 from eval.results import Results
+from train.run_log import Rows
 
 
 def summary_of(results: Results, name: str) -> dict[str, Any]:
@@ -47,3 +49,42 @@ def recommended_values(results: Results, name: str) -> dict[str, int]:
         if (one.drafter, one.suite) == (name, suite) and one.best_num_draft_tokens > 0
     ]
     return {"num_draft_tokens": best[0]} if best else {}
+
+
+def tables_of(results: Results) -> dict[str, Rows]:
+    """The figures of the page as tables for a tracker: a row a drafter, suite and so on."""
+    bounds = ["value", "low", "high"]
+    speed: list[list[Any]] = [
+        [s.drafter, s.suite, s.num_draft_tokens, *_bounds(s.speedup), s.ms_per_token]
+        for s in results.speed
+    ]
+    positions: list[list[Any]] = [
+        [a.drafter, a.suite, a.temperature, position, *_bounds(value)]
+        for a in results.acceptance
+        for position, value in enumerate(a.acceptance_by_position, start=1)
+    ]
+    lengths: list[list[Any]] = [
+        [a.drafter, a.suite, a.temperature, a.num_draft_tokens, *_bounds(a.acceptance_length)]
+        for a in results.acceptance
+    ]
+    groups: list[list[Any]] = [
+        [b.drafter, b.suite, b.by, b.group, b.num_positions, *_bounds(b.agreement)]
+        for b in results.breakdown
+    ]
+    changes: list[list[Any]] = [
+        [p.drafter, p.suite, one.name, one.speedup, one.assumes]
+        for p in results.predictions
+        for one in p.what_if
+    ]
+    where = ["drafter", "prompts"]
+    return {
+        "speedup": Rows([*where, "draft length", *bounds, "ms a token"], speed),
+        "acceptance_length": Rows([*where, "temperature", "draft length", *bounds], lengths),
+        "acceptance_by_position": Rows([*where, "temperature", "position", *bounds], positions),
+        "agreement": Rows([*where, "by", "group", "positions", *bounds], groups),
+        "what_if": Rows([*where, "if", "predicted speedup", "assumes"], changes),
+    }
+
+
+def _bounds(value: Interval | None) -> list[float | None]:
+    return [None] * 3 if value is None else [value.value, value.low, value.high]

@@ -19,7 +19,10 @@ from accelerate.utils import InitProcessGroupKwargs
 from omegaconf import OmegaConf
 from transformers.utils import logging as transformers_logging
 
+from eval.records import read_json
+from eval.results import Results
 from train.config import TrainConfig
+from train.evaluation_summary import tables_of
 from train.interrupts import Interrupted, StopRequest
 from train.job import Job
 from train.material import prepare
@@ -120,6 +123,7 @@ def _run_stages(job: Job) -> RunResult:
         evaluation=job.run_dir / EVALUATION,
         inputs=material.inputs,
         summary=summary,
+        tables=tables_of(read_json(job.run_dir / EVALUATION / "results.json", Results)),
     )
     job.log.finish(exit_code=0, summary=summary)
     if job.accelerator.is_main_process:

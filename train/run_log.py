@@ -17,7 +17,7 @@ from enum import Enum
 from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlparse
 
 from train.samples import Sample, as_html
@@ -49,6 +49,13 @@ class Input:
     type: str
     name: str
     fingerprint: str
+
+
+class Rows(NamedTuple):
+    """A table; numbers stay numbers, so that a tracker can plot them."""
+
+    columns: list[str]
+    data: list[list[Any]]  # numbers, text, None
 
 
 class RunLog:
@@ -115,8 +122,9 @@ class RunLog:
         evaluation: Path,
         inputs: Sequence[Input],
         summary: Mapping[str, Value],
+        tables: Mapping[str, Rows],
     ) -> None:
-        """Stores the drafter and its evaluation report, with what they were made from."""
+        """Stores the drafter, its evaluation report and tables, with what they were made from."""
         if self._wandb is None:
             return
         import wandb
@@ -134,7 +142,11 @@ class RunLog:
             artifact.add_dir(str(folder))
             self._wandb.log_artifact(artifact)
         page = wandb.Html((evaluation / "report.html").read_text(), inject=False)
-        self._wandb.log({"evaluation/report": page})
+        found = {
+            f"evaluation/{name}": wandb.Table(columns=[*rows.columns], data=rows.data)
+            for name, rows in tables.items()
+        }
+        self._wandb.log({"evaluation/report": page, **found})
 
     def finish(self, *, exit_code: int, summary: Mapping[str, Value] | None = None) -> None:
         """Closes the file; marks the W&B run as finished or failed."""
