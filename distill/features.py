@@ -1,8 +1,8 @@
 """The target's inner hidden states along whole texts, for drafters that read them while decoding.
 
 Prompts and answers alike: a drafter that runs on the target's states sees those of the prompt too.
-They are recorded once for a set of answers, by one pass of the target over each text, and kept
-beside the answers. Size: layers x D x 2 bytes a token (3.5 kB with three layers of 576).
+They are recorded while the target writes (writer.py), or by one pass over texts that exist, and kept
+for all runs. Size: layers x D x 2 bytes a token (3.5 kB with three layers of 576).
 
 Shapes: S tokens of a text, T tokens of a file, A layers, D hidden size.
 """
@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from distill.batches import Example
+from distill.durable import opened_tensors, save_checked_tensors
 from specdec_runtime.file_lock import exclusive
 from specdec_runtime.model import CausalModel
 
@@ -34,54 +33,92 @@ E = TypeVar("E", bound=Example)
 Progress = Callable[[int, int, str], None]
 
 
+class FeatureFolder:
+    """Where the states after some layers of one target are kept, text by text.
+
+    Args:
+        layers: k in [0, num_layers], ascending; of each text [S, A * D], side by side.
+        folder: of these layers of this target; made if need be.
+    """
+
+    def __init__(self, folder: Path, layers: Sequence[int]) -> None:
+        self.folder, self.layers = folder, tuple(layers)
+        self._waiting: dict[str, Tensor] = {}
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, token_ids: Tensor, states: Tensor) -> None:
+        """Keeps the states [S, A * D] of a text [S]; on the disk after the next file or `flush`."""
+        self._waiting[_key(token_ids)] = states
+        if sum(map(len, self._waiting.values())) >= _FILE_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits: keys and lengths, all states in a row."""
+        if not self._waiting:
+            return
+        whole = torch.cat(list(self._waiting.values()))
+        stored = whole.half()
+        if not bool(stored.isfinite().all()):
+            stored = whole.bfloat16()
+        lengths = [[key, len(part)] for key, part in self._waiting.items()]
+        metadata = {"lengths": json.dumps(lengths)}
+        save_checked_tensors(self.folder, "features", {"states": stored}, metadata)
+        self._waiting = {}
+
+    def read(self) -> dict[str, Tensor]:
+        """key -> [S, A * D]; the tensors are views of the files.
+
+        Raises:
+            ValueError: if a file is damaged.
+        """
+        found: dict[str, Tensor] = {}
+        for path in sorted(self.folder.glob(_PATTERN)):
+            with opened_tensors(path) as file:
+                lengths = json.loads(file.metadata()["lengths"])
+                states = file.get_tensor("states")
+            parts = states.split([length for _, length in lengths])
+            found |= {key: part for (key, _), part in zip(lengths, parts, strict=True)}
+        return found
+
+
 def record_features(
     model: CausalModel,
     examples: Sequence[E],
-    layers: Sequence[int],
-    folder: Path,
+    kept: FeatureFolder,
     *,
     progress: Progress | None = None,
 ) -> list[E]:
-    """The examples with the residuals after `layers` of the target; what is missing is recorded.
+    """The examples with the target's states at their tokens; what is missing is recorded.
 
     Args:
         model: the target that wrote the examples.
-        layers: k in [0, num_layers], ascending; of each text [S, A * D], side by side.
-        folder: of these layers of this target; made if need be.
 
     Raises:
-        ValueError: if a file in `folder` is damaged.
+        ValueError: if a file of `kept` is damaged.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder / ".lock"):
-        found = _read(folder)
-        missing = [example for example in examples if _key(example) not in found]
-        _record(model, missing, layers, folder, progress)
-    found = _read(folder) if missing else found
-    return [replace(example, features=found[_key(example)]) for example in examples]
+    with exclusive(kept.folder / ".lock"):
+        found = kept.read()
+        missing = [example for example in examples if _key(example.token_ids) not in found]
+        _record(model, missing, kept, progress)
+    found = kept.read() if missing else found
+    return [replace(example, features=found[_key(example.token_ids)]) for example in examples]
 
 
 def _record(
     model: CausalModel,
     examples: Sequence[Example],
-    layers: Sequence[int],
-    folder: Path,
+    kept: FeatureFolder,
     progress: Progress | None,
 ) -> None:
     total = sum(len(example.token_ids) for example in examples)
-    waiting: dict[str, Tensor] = {}
-    done = waiting_tokens = 0
+    done = 0
     for group in _passes(examples):
-        for example, states in zip(group, _states(model, group, layers), strict=True):
-            waiting[_key(example)] = states
-            waiting_tokens += len(states)
-        if waiting_tokens >= _FILE_TOKENS:
-            _write(folder, waiting)
-            done, waiting, waiting_tokens = done + waiting_tokens, {}, 0
+        for example, states in zip(group, _states(model, group, kept.layers), strict=True):
+            kept.add(example.token_ids, states)
+            done += len(states)
         if progress is not None:
-            progress(done + waiting_tokens, total, "tokens")
-    if waiting:
-        _write(folder, waiting)
+            progress(done, total, "tokens")
+    kept.flush()
 
 
 @torch.no_grad()
@@ -114,36 +151,6 @@ def _passes(examples: Sequence[Example]) -> Iterator[list[Example]]:
         yield group
 
 
-def _write(folder: Path, states: dict[str, Tensor]) -> None:
-    """One file, complete under its name or not there: keys and lengths, all states in a row."""
-    number = len(list(folder.glob(_PATTERN)))
-    whole = torch.cat(list(states.values()))
-    stored = whole.half()
-    if not bool(stored.isfinite().all()):
-        stored = whole.bfloat16()
-    lengths = [[key, len(part)] for key, part in states.items()]
-    path = folder / f"features-{number:05d}.safetensors"
-    unfinished = folder / f".{path.name}"
-    save_file({"states": stored}, unfinished, metadata={"lengths": json.dumps(lengths)})
-    unfinished.chmod(0o644)  # safetensors makes private files
-    unfinished.replace(path)
-
-
-def _read(folder: Path) -> dict[str, Tensor]:
-    """key -> [S, A * D]; the tensors are views of the files."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(folder.glob(_PATTERN)):
-        try:
-            with safe_open(path, "pt") as file:
-                lengths = json.loads(file.metadata()["lengths"])
-                states = file.get_tensor("states")
-        except (SafetensorError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged ({error}): delete it") from None
-        parts = states.split([length for _, length in lengths])
-        found |= {key: part for (key, _), part in zip(lengths, parts, strict=True)}
-    return found
-
-
-def _key(example: Example) -> str:
+def _key(token_ids: Tensor) -> str:
     """Names a text by its tokens: the states depend on nothing else."""
-    return hashlib.sha256(example.token_ids.numpy().tobytes()).hexdigest()[:24]
+    return hashlib.sha256(token_ids.numpy().tobytes()).hexdigest()[:24]

@@ -45,6 +45,11 @@ class DraftSettings:
                 f"draft.draft_vocab_size must be at least 1 or null, got {self.draft_vocab_size}"
             )
 
+    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
+        """Of a target with so many layers, those whose states the drafter reads: none, one a number
+        k for the residual after k layers."""
+        return ()
+
 
 @dataclass(frozen=True)
 class TargetParts:

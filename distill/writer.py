@@ -7,7 +7,7 @@ is in the batch, and an interrupted job continues with the same texts. (Exactly 
 engine, whose numbers do not depend on the batch either; other engines round differently in
 differently shaped batches, which once in a long while changes a near-tie.)
 
-Shapes: b rows of one pass, V real vocabulary, D hidden size.
+Shapes: b rows of one pass, Q tokens of each, V real vocabulary, D hidden size, A inner layers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from distill.features import FeatureFolder
 from distill.signals import TargetRows
 from specdec_runtime.model import Cache, ModelOutput
 from specdec_runtime.noise import UniformStreams, draw_by_inversion
@@ -69,6 +70,7 @@ class Writer:
         stop_ids: tokens that end a text.
         top_p: of the rows that sample; 1 keeps all tokens.
         record: keep the target's signal of every position.
+        inner_states: takes the target's inner states at every token of each text; None = not kept.
     """
 
     def __init__(
@@ -80,12 +82,16 @@ class Writer:
         stop_ids: Sequence[int],
         top_p: float = 1.0,
         record: bool = False,
+        inner_states: FeatureFolder | None = None,
     ) -> None:
         self._model = target.model
         self._batch_size = batch_size
         self._max_new_tokens = max_new_tokens
         self._stop_ids = frozenset(stop_ids)
-        self._hidden_layers = (-1,) if record else ()
+        self._record = record
+        self._inner_states = inner_states
+        self._inner_layers = inner_states.layers if inner_states is not None else ()
+        self._hidden_layers = (*((-1,) if record else ()), *self._inner_layers)
         self._choice = _TokenChoice(target, top_p)
 
     def write(self, requests: Iterable[Request], *, longest_prompt: int) -> Iterator[Text]:
@@ -109,11 +115,15 @@ class Writer:
         batch = _Batch(
             self._model.new_cache(self._batch_size, capacity), self._batch_size, iter(requests)
         )
-        while True:
-            yield from self._start(batch)
-            if not batch.active:
-                return
-            yield from self._step(batch)
+        try:
+            while True:
+                yield from self._start(batch)
+                if not batch.active:
+                    return
+                yield from self._step(batch)
+        finally:  # what is recorded belongs to texts that have ended
+            if self._inner_states is not None:
+                self._inner_states.flush()
 
     def _start(self, batch: "_Batch") -> Iterator[Text]:
         """Fills free rows from the queue and writes their first token; yields what ended there."""
@@ -144,22 +154,60 @@ class Writer:
         self, output: ModelOutput, last: Tensor, rows: list[int], batch: "_Batch"
     ) -> Iterator[Text]:
         """Chooses the next token of each row; `last` [b] is where each row's state lies."""
+        self._keep_inner_states(output, last, [batch.active[index] for index in rows])
+        for index in rows:
+            if batch.active[index].is_ended:
+                yield self._finished(batch.active.pop(index))
+        places = [place for place, index in enumerate(rows) if index in batch.active]
+        if not places:
+            return
+        rows = [rows[place] for place in places]
+        self._choose(output, last, places, [batch.active[index] for index in rows])
+        for index in rows:
+            row = batch.active[index]
+            row.is_ended = (
+                row.token_ids[-1] in self._stop_ids or len(row.token_ids) == self._max_new_tokens
+            )
+            # One more pass reads the last token where its inner states are wanted.
+            if row.is_ended and self._inner_states is None:
+                yield self._finished(batch.active.pop(index))
+
+    def _choose(
+        self, output: ModelOutput, last: Tensor, places: list[int], members: "list[_Row]"
+    ) -> None:
+        """Appends a token to each of the rows, which lie at `places` of the output."""
         assert output.logits is not None
-        members = [batch.active[index] for index in rows]
-        chosen = self._choice(output.logits[:, 0], members, record=bool(self._hidden_layers))
-        if self._hidden_layers:
-            states = output.hidden[-1]
-            places = torch.arange(len(rows), device=states.device)
-            hidden = states[places, last.to(states.device)].cpu()  # waits for the device
-            for place, row in enumerate(members):
+        logits = output.logits[:, 0]
+        chosen = self._choice(
+            logits if len(places) == len(logits) else logits[places], members, record=self._record
+        )
+        if self._record:
+            hidden = _at(output.hidden[-1], last)
+            for number, (place, row) in enumerate(zip(places, members, strict=True)):
                 row.hidden.append(hidden[place])
-                row.log_sum_exp.append(chosen.log_sum_exp[place])
-                row.argmax.append(chosen.argmax[place])
-        for index, row, token in zip(rows, members, chosen.token_ids, strict=True):
+                row.log_sum_exp.append(chosen.log_sum_exp[number])
+                row.argmax.append(chosen.argmax[number])
+        for row, token in zip(members, chosen.token_ids, strict=True):
             row.token_ids.append(token)
-            if token in self._stop_ids or len(row.token_ids) == self._max_new_tokens:
-                del batch.active[index]
-                yield row.text()
+
+    def _keep_inner_states(self, output: ModelOutput, last: Tensor, members: "list[_Row]") -> None:
+        if self._inner_states is None:
+            return
+        states = torch.cat([output.hidden[layer] for layer in self._inner_layers], dim=-1).cpu()
+        for row, of_row, end in zip(members, states, last.tolist(), strict=True):
+            row.inner.append(of_row[: end + 1].clone())
+
+    def _finished(self, row: "_Row") -> Text:
+        if self._inner_states is not None:
+            token_ids = torch.tensor([*row.request.prompt_ids, *row.token_ids])
+            self._inner_states.add(token_ids, torch.cat(row.inner))
+        return row.text()
+
+
+def _at(states: Tensor, last: Tensor) -> Tensor:
+    """[b, D] of [b, Q, D]; waits for the device."""
+    places = torch.arange(len(states), device=states.device)
+    return states[places, last.to(states.device)].cpu()
 
 
 class _Batch:
@@ -170,7 +218,7 @@ class _Batch:
         self.active: dict[int, _Row] = {}
         self._queue = queue
         self._free_rows = range(size)
-        self._prompts: list[Sequence[int]] = [()] * size  # the last one of each row
+        self._last: list[_Row | None] = [None] * size  # who wrote there last, or does
 
     def take(self, max_new_tokens: int) -> "dict[int, _Row]":
         """Gives every free row its next request; {} if no row is free or none is left.
@@ -184,16 +232,20 @@ class _Batch:
             for index, request in zip(free, self._queue, strict=False)
         }
         for index, row in fresh.items():
-            prompt = row.request.prompt_ids
-            shared = _common_length(self._prompts[index], prompt[:-1])  # one token has to be fed
+            last, prompt = self._last[index], row.request.prompt_ids
+            before = last.request.prompt_ids if last is not None else ()
+            shared = _common_length(before, prompt[:-1])  # one token has to be fed
             self.cache.truncate([shared], [index])
-            self._prompts[index] = prompt
+            if last is not None and last.inner and shared:
+                row.inner = [torch.cat(last.inner)[:shared]]
+            self._last[index] = row
         self.active |= fresh
         return fresh
 
     def unseen(self, index: int) -> list[int]:
         """The tokens of a fresh row's prompt that its cache does not hold."""
-        return list(self._prompts[index][int(self.cache.lengths[index]) :])
+        prompt = self.active[index].request.prompt_ids
+        return list(prompt[int(self.cache.lengths[index]) :])
 
 
 def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
@@ -210,6 +262,8 @@ class _Row:
         self.noise = stream.take([0], max_new_tokens)[0].tolist()  # one number a position
         self.token_ids: list[int] = []
         self.hidden: list[Tensor] = []  # each [D]
+        self.inner: list[Tensor] = []  # each [tokens of a pass, A * D]
+        self.is_ended = False
         self.log_sum_exp: list[float] = []
         self.argmax: list[int] = []
 

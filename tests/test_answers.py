@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from distill.answers import AnswersConfig, AnswerSet, write_answers
+from distill.answers.authors import author_of
 from distill.answers.cli import run_command
 from distill.answers.config import HiddenDtype
 from distill.answers.manifest import fingerprint, make_manifest
 from distill.answers.shards import read_shard, shard_paths, write_shard
+from distill.answers.write import collect_answers
 from distill.batches import BatchStream
+from distill.features import FeatureFolder, record_features
 from distill.prompts import Prompt
 from distill.signals import NoSignal, live_rows
 from distill.templates import ChatTemplate
@@ -336,6 +339,23 @@ def test_answers_without_states_are_the_same_texts(undisturbed, target, prompts,
     counts = bare.token_counts()
     assert counts.sum() == bare.num_tokens
     assert (counts <= undisturbed.token_counts()).all()
+
+
+def test_inner_states_kept_while_writing_are_those_of_a_pass_over_the_texts(
+    undisturbed, target, prompts, tmp_path
+):
+    layers = (0, 1)
+    kept = FeatureFolder(tmp_path / "kept", layers)
+    author = author_of(target, ChatTemplate(target.tokenizer), SETTINGS, inner_states=kept)
+    written = collect_answers(author, prompts, SETTINGS, tmp_path / "answers")
+    assert texts(written) == texts(undisturbed)
+    found = record_features(None, written.answers, kept)  # every text is there: no pass is needed
+    passed = FeatureFolder(tmp_path / "passed", layers)
+    for answer, again in zip(
+        found, record_features(target.model, written.answers, passed), strict=True
+    ):
+        assert len(answer.features) == len(answer.token_ids)
+        torch.testing.assert_close(answer.features, again.features, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("batch_size", [3, 16])

@@ -207,7 +207,7 @@ def test_what_can_not_be_trained_is_refused(target, tmp_path):
         recipe.objective(LossConfig())(recipe.module, bare)
     short = BatchStream(examples, max_tokens=64, seed=0)(0)
     short.positions = short.positions - 4
-    with pytest.raises(ValueError, match=r"too short for draft\.steps=3"):
+    with pytest.raises(ValueError, match=r"too short for a draft"):
         recipe.objective(LossConfig())(recipe.module, short)
     for wrong in ({"steps": 0}, {"step_decay": 0.0}, {"norms": "none"}, {"context_heads": -1}):
         with pytest.raises(ValueError, match=f"draft.{next(iter(wrong))}"):

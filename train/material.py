@@ -26,6 +26,7 @@ from specdec_runtime.loading import load_target
 from specdec_runtime.model_names import resolve_model
 from specdec_runtime.target import Target
 from specdec_runtime.tokenizers import tokenizer_hash
+from train.features import feature_folder
 from train.job import Job
 from train.processes import on_main
 from train.run_dir import write_atomically
@@ -149,7 +150,9 @@ def _write_answers(
         folder = Path(job.config.answers_folder).resolve()
         ids = _existing(folder, target, template, prompts)
     else:
-        author = author_of(target, template, config)
+        layers = job.config.draft.feature_layers(target.model.num_layers)
+        kept = feature_folder(target, layers) if layers else None
+        author = author_of(target, template, config, inner_states=kept)
         folder = answer_folder(fingerprint(author.manifest))
         total = config.max_tokens if config.max_tokens is not None else len(prompts.train)
         with job.progress("answers", total) as progress:

@@ -28,6 +28,10 @@ BYTES_EACH = 2  # of a stored weight
 FETCH_S, LOAD_S = 60.0, 3.0  # of the embedded target: download and conversion; afterwards
 # Tokens of a user turn that the default target writes, and turns for one that is kept.
 SELF_PROMPT_TOKENS, SELF_PROMPT_ATTEMPTS = 24, 1.4
+WITH_PROMPTS = 1.4  # tokens of the default prompts and their answers / of the answers
+_ANY_DEPTH = (
+    30  # layers of a target: which ones a drafter reads depends on it, whether any does not
+)
 KNOWN_PARAMETERS = {DEFAULT_TARGET: 134_515_008, TINY_TARGET: 165_000}
 
 
@@ -107,12 +111,18 @@ def _signals(
 ) -> list[PlannedStage]:
     """Reading the answers once more, where their signal was not recorded while they were written."""
     form, answers = config.signals.form, config.answers
-    recorded = answers.keep_states and answers.server.url is None and config.answers_folder is None
-    if form is SignalForm.live or (form is SignalForm.hidden and recorded):
-        return []
+    written_here = answers.server.url is None and config.answers_folder is None
     rate = machine.flops_per_s * PREFILL_EFFICIENCY
     seconds = 2 * num_parameters * num_tokens / rate
-    return [PlannedStage("signals", seconds, "of all answers; then from the cache")]
+    note = "of all answers; then from the cache"
+    stages = []
+    recorded = answers.keep_states and written_here
+    if form is not SignalForm.live and not (form is SignalForm.hidden and recorded):
+        stages.append(PlannedStage("signals", seconds, note))
+    reads_states = bool(config.draft.feature_layers(_ANY_DEPTH))
+    if reads_states and not (written_here and answers.drafter is None):
+        stages.append(PlannedStage("inner states", seconds * WITH_PROMPTS, note))
+    return stages
 
 
 def _num_self_prompts(config: TrainConfig) -> float:

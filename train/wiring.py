@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distill.batches import Batch, Example, collate
-from distill.features import record_features
+from distill.features import FeatureFolder, record_features
 from distill.live_signals import groups_of, with_live_states
 from distill.objective import Objective
 from distill.signals import NoSignal, TargetRows
@@ -217,7 +217,8 @@ def _batches(
     whole = with_live_states(target, examples, max_positions=sum(e.num_tokens for e in examples))
     if feature_layers:
         with TemporaryDirectory() as folder:
-            whole = record_features(target.model, whole, feature_layers, Path(folder))
+            kept = FeatureFolder(Path(folder), feature_layers)
+            whole = record_features(target.model, whole, kept)
     starts = {example.id: text.starts for example, text in zip(whole, used, strict=True)}
     return [
         _only(collate(group), [starts[example.id] for example in group], group)

@@ -13,6 +13,7 @@ from distill.answers.client import ApiClient
 from distill.answers.config import AnswersConfig
 from distill.answers.manifest import Manifest, make_manifest, make_served_manifest
 from distill.answers.served import ServedTarget, ServerWriter, model_report
+from distill.features import FeatureFolder
 from distill.speculative_writer import SpeculativeWriter
 from distill.templates import ChatTemplate
 from distill.writer import Request, Text, Writer
@@ -51,11 +52,15 @@ class Author(Protocol):
 
 @dataclass(frozen=True)
 class RuntimeAuthor:
-    """The target, run here."""
+    """The target, run here.
+
+    inner_states: takes the target's inner states while it writes; None = not kept.
+    """
 
     target: Target
     template: ChatTemplate
     config: AnswersConfig
+    inner_states: FeatureFolder | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -81,6 +86,7 @@ class RuntimeAuthor:
                 stop_ids=self.target.eos_token_ids,
                 top_p=config.top_p,
                 record=config.keep_states,
+                inner_states=self.inner_states,
             )
         drafter = load_drafter(config.drafter, self.target)
         assert drafter is not None, "null is no drafter"
@@ -129,8 +135,18 @@ class ServerAuthor:
         return ServerWriter(self._client, self._report, self.target, self.config)
 
 
-def author_of(target: Target, template: ChatTemplate, config: AnswersConfig) -> Author:
-    """The one that the settings name."""
+def author_of(
+    target: Target,
+    template: ChatTemplate,
+    config: AnswersConfig,
+    *,
+    inner_states: FeatureFolder | None = None,
+) -> Author:
+    """The one that the settings name.
+
+    Args:
+        inner_states: takes the target's inner states where it writes here and without a drafter.
+    """
     if config.server.url is None:
-        return RuntimeAuthor(target, template, config)
+        return RuntimeAuthor(target, template, config, inner_states)
     return ServerAuthor(ServedTarget.of(target), template, config)
