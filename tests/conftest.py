@@ -16,6 +16,25 @@ torch.set_num_threads(1)
 VOCAB_SIZE = 64
 
 
+# With `-n 2`: what takes long to set up comes first, so that nothing long is left for the end, and
+# what shares a set-up stays together.
+FIRST = ("test_train_cli", "test_compiled", "test_eval_cli", "test_recurrent", "test_greedy_decode")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files in front, the others in their order."""
+    place = {name: number for number, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(FIRST)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each process takes a half of the tests in a row, and from the other's when it is done."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
+
+
 def tiny_llama(seed: int, *, num_layers: int = 2, vocab_size: int = VOCAB_SIZE) -> PreTrainedModel:
     """A random Llama decoder, float32, eval mode; equal seeds give equal weights."""
     torch.manual_seed(seed)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import runpy
 import shlex
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -31,11 +34,27 @@ from train.export.cli import main as export_main
 from train.interrupts import StopRequest
 from train.job import Job
 from train.material import prepare
+from train.rng import seed_everything
 from train.run_log import RunLog, read_metrics
 from train.stages import load_training, train_drafter
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT_S = 240
+STEPS = 12
+SMOKE = (
+    "+experiment=smoke",
+    "prompts.file=asked.jsonl",  # the word problems of the experiment take seconds to import
+    "training.precision=fp32",
+    f"training.max_steps={STEPS}",
+    "acceptance.every=4",
+)
+
+
+class Ended(NamedTuple):
+    """What a command left behind."""
+
+    code: int | str | None
+    out: str
+    err: str
 
 
 @dataclass(frozen=True)
@@ -44,21 +63,39 @@ class Smoke:
 
     run_dir: Path
     cache: Path
-    stop_code: int | None
-    stop_said: str
-    continued: subprocess.CompletedProcess[str]
+    stopped: Ended
+    continued: Ended
 
 
-def call(function: Callable[[], None], argv: list[str]) -> tuple[int | None, str]:
-    """(exit code, standard error) of a command line in this process."""
-    with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as err:
+def call(function: Callable[[], object], argv: list[str]) -> Ended:
+    """A command line, run in this process."""
+    code: int | str | None = 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as out,
+        redirect_stderr(StringIO()) as err,
+    ):
         patch.setattr(sys, "argv", argv)
         patch.setenv("HYDRA_FULL_ERROR", "0")
         try:
             function()
         except SystemExit as ended:
-            return ended.code, err.getvalue()  # type: ignore[return-value]
-    return 0, err.getvalue()
+            code = ended.code
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
+def python_m(*arguments: str) -> Ended:
+    """`python -m MODULE ARGUMENT ...`, as the interpreter would run it."""
+    module = arguments[0]
+    return call(lambda: runpy.run_module(module, run_name="__main__"), list(arguments))
+
+
+def write_prompts(path: Path) -> None:
+    """A hundred prompts, no two of them alike."""
+    choose = random.Random(0)
+    words = ["".join(choose.choices("adeilnorst", k=4)) for _ in range(700)]
+    lines = [" ".join(words[start : start + 7]) for start in range(0, len(words), 7)]
+    path.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
 
 
 def terminate_while_training(folder: Path, ended: threading.Event) -> None:
@@ -70,65 +107,51 @@ def terminate_while_training(folder: Path, ended: threading.Event) -> None:
                 return
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """As in the subprocess: other numbers of threads add up in other orders."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     folder, cache = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("cache")
+    write_prompts(folder / "asked.jsonl")
     ended = threading.Event()
     watcher = threading.Thread(target=terminate_while_training, args=(folder, ended))
-    with pytest.MonkeyPatch.context() as patch, one_thread():
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("DRAFTLOOP_CACHE", str(cache))
         patch.setenv("PIP_NO_INDEX", "1")
+        # Of the processes that the run starts itself.
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("OMP_NUM_THREADS", "1")
         watcher.start()
-        code, said = call(main, ["train", "+experiment=smoke"])
+        stopped = python_m("train", *SMOKE)
         ended.set()
         watcher.join()
-    command = shlex.split(said.rsplit("To continue: ", 1)[-1])
-    assert command[:3] == ["python", "-m", "train"], said
-    own = {"DRAFTLOOP_CACHE": str(cache), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    continued = subprocess.run(
-        [sys.executable, *command[1:]],
-        cwd=folder,
-        env=os.environ | own | {"PIP_NO_INDEX": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+        command = shlex.split(stopped.err.rsplit("To continue: ", 1)[-1])
+        assert command[:3] == ["python", "-m", "train"], stopped.err
+        seed_everything(77)  # a process that starts anew does not have the numbers of the first
+        continued = python_m(*command[2:])
     (run_dir,) = folder.glob("runs/smoke/*")
-    return Smoke(run_dir, cache, code, said, continued)
+    return Smoke(run_dir, cache, stopped, continued)
 
 
 def test_sigterm_ends_with_its_own_code_and_says_how_to_go_on(smoke: Smoke):
-    assert smoke.stop_code == 128 + signal.SIGTERM
-    last = smoke.stop_said.strip().splitlines()[-1]
+    assert smoke.stopped.code == 128 + signal.SIGTERM
+    last = smoke.stopped.err.strip().splitlines()[-1]
     assert last.startswith("error: stopped by SIGTERM after step")
-    assert last.endswith(f"+experiment=smoke resume=runs/smoke/{smoke.run_dir.name}")
+    assert last.endswith(f"{SMOKE[-1]} resume=runs/smoke/{smoke.run_dir.name}")
 
 
 def test_the_continued_run_ends_with_report_table_and_verdict(smoke: Smoke):
-    assert smoke.continued.returncode == 0, smoke.continued.stderr
-    assert "continuing after step" in smoke.continued.stderr
-    assert "speedup" in smoke.continued.stdout
+    assert smoke.continued.code == 0, smoke.continued.err
+    assert "continuing after step" in smoke.continued.err
+    assert "speedup" in smoke.continued.out
     for name in ("eval/report.html", "eval/report.md", "eval/results.json", "summary.json"):
         assert (smoke.run_dir / name).stat().st_size > 0, name
     summary = json.loads((smoke.run_dir / "summary.json").read_text())
     assert summary["exact"]
-    assert summary["steps"] == 30
+    assert summary["steps"] == STEPS
 
 
 def test_a_plan_with_times_comes_before_the_work(smoke: Smoke):
-    lines = smoke.stop_said.splitlines()
+    lines = smoke.stopped.err.splitlines()
     plan = next(i for i, line in enumerate(lines) if line.startswith("Plan on"))
     assert all("about" in line for line in lines[plan : plan + 6])
 
@@ -147,14 +170,14 @@ def test_the_folder_loads_with_the_plain_library_and_names_its_target(smoke: Smo
 def test_metrics_cover_every_stage_without_repetition(smoke: Smoke):
     records = [(record["kind"], record["step"]) for record in read_metrics(smoke.run_dir)]
     assert len(records) == len(set(records))
-    assert [step for kind, step in records if kind == "acceptance"] == [0, 10, 20, 30]
-    assert records[-1] == ("evaluation", 30)
+    assert [step for kind, step in records if kind == "acceptance"] == [0, 4, 8, STEPS]
+    assert records[-1] == ("evaluation", STEPS)
 
 
 @contextmanager
 def job_in(run_dir: Path) -> Iterator[Job]:
     with initialize_config_module("conf", version_base="1.3"):
-        config = OmegaConf.to_object(compose("train", overrides=["+experiment=smoke"]))
+        config = OmegaConf.to_object(compose("train", overrides=[*SMOKE]))
     assert isinstance(config, TrainConfig)
     with StopRequest() as stop:
         log = RunLog(run_dir, config.tracking, is_main=True, name=config.name, config={})
@@ -166,10 +189,11 @@ def test_stopped_and_continued_equals_trained_in_one_go(
     smoke: Smoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("DRAFTLOOP_CACHE", str(smoke.cache))
-    with one_thread(), job_in(tmp_path) as job:
+    monkeypatch.chdir(smoke.run_dir.parents[2])
+    with job_in(tmp_path) as job:
         material = prepare(job)
         train_drafter(job, material, load_training(job, material))
-    name = "checkpoints/step-00000030/weights.safetensors"
+    name = f"checkpoints/step-{STEPS:08d}/weights.safetensors"
     ours, theirs = load_file(tmp_path / name), load_file(smoke.run_dir / name)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
@@ -190,26 +214,25 @@ def test_the_places_where_the_drafter_failed_are_prompts_of_the_next_run(smoke: 
 
 
 def test_the_exported_folder_is_measured_again_by_another_process(smoke: Smoke):
-    said = smoke.continued.stdout + smoke.continued.stderr
+    said = smoke.continued.out + smoke.continued.err
     assert "exported folder in another process: acceptance length" in said
 
 
 def test_a_finished_run_says_so(smoke: Smoke, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(smoke.run_dir.parents[2])
-    with redirect_stdout(StringIO()) as out:
-        code, _ = call(main, ["train", "+experiment=smoke", "resume=auto"])
-    assert code == 0
-    assert "is finished already" in out.getvalue()
+    again = python_m("train", *SMOKE, "resume=auto")
+    assert again.code == 0
+    assert "is finished already" in again.out
 
 
 def test_export_writes_another_copy_and_never_over_one(smoke: Smoke, tmp_path: Path):
     argv = ["export", f"run={smoke.run_dir}", f"to={tmp_path / 'copy'}"]
-    assert call(export_main, argv)[0] == 0
+    assert call(export_main, argv).code == 0
     assert read_manifest(tmp_path / "copy").kind == "causal_lm"
     assert (tmp_path / "copy" / "model.safetensors").is_file()
-    code, said = call(export_main, argv)
-    assert code == 1
-    assert "not empty" in said
+    refused = call(export_main, argv)
+    assert refused.code == 1
+    assert "not empty" in refused.err
 
 
 def test_help_lists_every_experiment_with_what_it_does():
@@ -231,9 +254,9 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
-    code, said = call(main, ["train", "+experiment=smoke", "optim.learn_rate=1"])
-    assert code == 2
-    assert said == (
+    ended = call(main, ["train", "+experiment=smoke", "optim.learn_rate=1"])
+    assert ended.code == 2
+    assert ended.err == (
         "error: there is no setting optim.learn_rate: did you mean optim.learning_rate?\n"
     )
     assert list(tmp_path.iterdir()) == []
