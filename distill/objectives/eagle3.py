@@ -50,7 +50,7 @@ class Eagle3Settings(DraftSettings):
     context_heads: int = 2
     intermediate_size: int | None = None
     norms: str = "eagle3.1"
-    steps: int = 3
+    steps: int = 2
     step_decay: float = 0.8
     train_head: bool = False
     solve_start: bool = True
