@@ -45,6 +45,8 @@ SMALL = {
     "batch_sizes": [1, 2],
     "context_lengths": [16],
 }
+# What is measured on request only.
+NOTHING_EXTRA = {"policies": False, "rival_prompts": 0, "batch_sizes": [], "context_lengths": []}
 
 
 @pytest.fixture(scope="module")
@@ -288,8 +290,7 @@ def test_finished_parts_are_not_computed_again(tmp_path):
 def test_interrupted_evaluation_continues_with_equal_texts(tmp_path):
     target = as_target(tiny_llama(0))
     prompts = {"s": [[1, *range(5 + i, 12 + 2 * i)] for i in range(3)]}
-    on_request = {"policies": False, "rival_prompts": 0, "batch_sizes": [], "context_lengths": []}
-    config = EvaluationConfig(**SMALL | on_request)
+    config = EvaluationConfig(**SMALL | NOTHING_EXTRA)
     stopped_at = []
 
     def stopping(name: str, total: int):
@@ -327,7 +328,7 @@ def test_nothing_to_evaluate_is_a_clear_error():
 def test_drafter_without_proposals_is_n_a_and_one_prompt_has_no_interval():
     target = as_target(tiny_llama(0))
     silent = PromptLookupDrafter(min_ngram=50, max_ngram=50)
-    config = EvaluationConfig(**{**SMALL, "reference_prompts": 0})
+    config = EvaluationConfig(**SMALL | NOTHING_EXTRA | {"reference_prompts": 0})
     results = evaluate(target, {"silent": silent}, {"s": [[1, 5, 6]]}, config, stage=silent_stage)
     assert results.verdicts[0].headline == "n/a"
     assert results.acceptance[0].acceptance_rate.value is None

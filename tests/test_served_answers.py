@@ -30,6 +30,7 @@ from specdec_runtime.loading import load_target
 from tests.stub_server import EOS, MODEL, Handler, serving, written
 from tests.test_templates import CHATML, tokenizer
 from tests.tiny_tokenizers import byte_level_tokenizer
+from tests.toy_prompts import write_prompts
 
 
 @pytest.fixture(scope="module")
@@ -291,8 +292,8 @@ def test_the_commands_have_a_server_answer_and_add_the_signals(tmp_path, monkeyp
     target = ["target=tiny_random", f"answers={tmp_path / 'answers'}"]
     with serving(reader.tokenizer) as server:
         settings = [f"answers.server.url={server.url}", f"output={tmp_path / 'answers'}"]
-        prompts = ["prompts=word_problems", "prompts.num_train=4", "prompts.num_held_out=1"]
-        prompts += ["prompts.suites=[]", "answers.max_prompt_tokens=1500"]
+        prompts = [f"prompts.file={write_prompts(tmp_path / 'asked.jsonl')}"]
+        prompts += ["prompts.num_train=4", "prompts.num_held_out=1", "prompts.suites=[]"]
         assert answers_command([target[0], *settings, *prompts]) == 0, capsys.readouterr().err
         assert len(server.requests) == 4
     assert cache_command([*target, f"output={tmp_path / 'signals'}"]) == 0, capsys.readouterr().err

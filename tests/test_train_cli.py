@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import runpy
 import shlex
 import signal
@@ -28,6 +27,7 @@ from distill.prefixes import read_prefixes
 from distill.templates import ChatTemplate
 from specdec_runtime.formats import read_manifest
 from specdec_runtime.tiny_target import byte_tokenizer
+from tests.toy_prompts import write_prompts
 from train.cli import help_text, main
 from train.config import TrainConfig
 from train.export.cli import main as export_main
@@ -44,6 +44,7 @@ SMOKE = (
     "+experiment=smoke",
     "prompts.file=asked.jsonl",  # the word problems of the experiment take seconds to import
     "training.precision=fp32",
+    "on_policy.fraction=0.2",
     f"training.max_steps={STEPS}",
     "acceptance.every=4",
 )
@@ -88,14 +89,6 @@ def python_m(*arguments: str) -> Ended:
     """`python -m MODULE ARGUMENT ...`, as the interpreter would run it."""
     module = arguments[0]
     return call(lambda: runpy.run_module(module, run_name="__main__"), list(arguments))
-
-
-def write_prompts(path: Path) -> None:
-    """A hundred prompts, no two of them alike."""
-    choose = random.Random(0)
-    words = ["".join(choose.choices("adeilnorst", k=4)) for _ in range(700)]
-    lines = [" ".join(words[start : start + 7]) for start in range(0, len(words), 7)]
-    path.write_text("".join(json.dumps({"prompt": line}) + "\n" for line in lines))
 
 
 def terminate_while_training(folder: Path, ended: threading.Event) -> None:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from distill.objective import Terms
 from distill.signals import NoSignal
+from tests.toy_prompts import write_prompts
 from train.config import TrainConfig
 from train.interrupts import StopRequest
 from train.job import Job
@@ -20,14 +21,21 @@ from train.plan import Machine, planned_stages
 from train.run_log import RunLog
 from train.stages import Training, load_training
 
-SMALL = ["+experiment=smoke", "prompts.num_train=12", "answers.max_new_tokens=10"]
+SMALL = [
+    "+experiment=smoke",
+    "prompts.file=asked.jsonl",
+    "prompts.num_train=12",
+    "answers.max_new_tokens=10",
+]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A user's cache of its own, for all runs of this file."""
     root = tmp_path_factory.mktemp("signals")
+    write_prompts(root / "asked.jsonl")
     with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
         patch.setenv("DRAFTLOOP_CACHE", str(root / "cache"))
         yield root
 
