@@ -25,6 +25,7 @@ from distill.objective import Objective
 from distill.signals import TargetHead
 from specdec_runtime.draft import Drafter
 from specdec_runtime.engines import Engine
+from specdec_runtime.int8_grid import round_matrices
 from specdec_runtime.target import Target
 
 
@@ -34,10 +35,14 @@ class DraftSettings:
 
     kind: of the drafter, a module of `distill.objectives`.
     draft_vocab_size: tokens that the drafter can propose; null = all.
+    int8_weights: round the matrices of a bfloat16 folder so that int8 holds them too, which the C++
+        engine then reads in half the time (specdec_runtime/int8_grid.py); false for GPUs, which gain
+        nothing by it. An early_exit adapter stays in float32.
     """
 
     kind: str
     draft_vocab_size: int | None = 8192
+    int8_weights: bool = True
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
@@ -107,6 +112,15 @@ class Recipe(Protocol):
 
     def compile(self) -> None:
         """torch.compile what is trained, in place: no wrapper and no prefix in any key."""
+
+
+def as_written(module: Any, dtype: torch.dtype, settings: DraftSettings) -> Any:
+    """`module`, a copy of a transformers model under training, as its folder holds it: in place."""
+    nn.Module.to(module, dtype=dtype)
+    module.config.dtype = dtype  # the configuration says what the tensors are
+    if settings.int8_weights and dtype is torch.bfloat16:
+        round_matrices(module)
+    return module
 
 
 def trained_kinds() -> list[str]:

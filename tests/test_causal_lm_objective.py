@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from distill.adapters import LoraSettings
@@ -27,6 +28,7 @@ from distill.objectives.causal_lm import (
 from distill.recipe import TargetParts
 from distill.signals import TargetHead, TargetRows
 from specdec_runtime.engines import Engine
+from specdec_runtime.int8_grid import is_rounded
 from specdec_runtime.target import as_target
 from tests.conftest import tiny_llama
 
@@ -218,6 +220,23 @@ def test_adapters_start_as_the_stock_model_and_merge_without_a_difference(
             parameter.zero_()
     drafter.refresh()
     assert not drafter.module.lm_head.weight.any()
+
+
+def test_a_bfloat16_folder_is_rounded_once_for_all_who_read_it(
+    tiny_target: PreTrainedModel,
+) -> None:
+    parts = parts_of(tiny_target)
+    recipe = make(CausalLMSettings(layers=[0]), parts)
+    written = recipe.written(torch.bfloat16)
+    matrices = [part.weight for part in written.modules() if isinstance(part, nn.Linear)]
+    assert matrices
+    assert all(map(is_rounded, matrices))
+    plain = make(CausalLMSettings(layers=[0], int8_weights=False), parts).written(torch.bfloat16)
+    assert not is_rounded(plain.lm_head.weight)
+    assert torch.equal(plain.lm_head.weight, recipe.module.lm_head.weight.bfloat16())
+    kept = written.get_input_embeddings().weight
+    assert torch.equal(kept, plain.get_input_embeddings().weight)
+    assert torch.equal(recipe.written(torch.float32).lm_head.weight, recipe.module.lm_head.weight)
 
 
 def test_a_smaller_drafter_keeps_the_targets_head_size(tiny_target: PreTrainedModel) -> None:

@@ -31,7 +31,7 @@ from distill.draft_vocab import DraftVocab
 from distill.lens import LENS_POSITIONS, fit_lens, fold_lens
 from distill.losses import LossConfig, LossName
 from distill.objective import Objective, Terms, terms_of
-from distill.recipe import DraftSettings, TargetParts
+from distill.recipe import DraftSettings, TargetParts, as_written
 from distill.signals import TargetHead
 from distill.weighing import weigh_texts
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
@@ -179,9 +179,7 @@ class CausalLMRecipe:
 
     def written(self, dtype: torch.dtype) -> PreTrainedModel:
         written = merged(self.module) if self._settings.lora.rank else copy.deepcopy(self.module)
-        nn.Module.to(written, dtype=dtype)
-        written.config.dtype = dtype  # the configuration says what the tensors are
-        return written
+        return as_written(written, dtype, self._settings)
 
     def writing_report(self, written: PreTrainedModel) -> dict[str, float]:
         return merge_report(self.module, written) if self._settings.lora.rank else {}

@@ -21,7 +21,7 @@ from distill.eagle3_start import solve_start
 from distill.eagle3_unroll import unrolled
 from distill.losses import LossConfig, LossName
 from distill.objective import Objective, Terms
-from distill.recipe import DraftSettings, TargetParts
+from distill.recipe import DraftSettings, TargetParts, as_written
 from distill.signals import TargetHead
 from specdec_runtime.drafters.eagle3 import Eagle3Drafter
 from specdec_runtime.eagle3_network import NORMS, Eagle3Network, eagle3_config
@@ -155,9 +155,7 @@ class Eagle3Recipe:
 
     def written(self, dtype: torch.dtype) -> Eagle3Network:
         written = copy.deepcopy(self.module)
-        nn.Module.to(written, dtype=dtype)
-        written.config.dtype = dtype  # the configuration says what the tensors are
-        return written
+        return as_written(written, dtype, self._settings)
 
     def writing_report(self, written: Eagle3Network) -> dict[str, float]:
         return {}

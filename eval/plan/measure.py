@@ -20,6 +20,7 @@ from specdec_runtime.formats import (
     TargetRecord,
     write_drafter,
 )
+from specdec_runtime.int8_grid import round_matrices
 from specdec_runtime.loading import load_drafter, load_target
 from specdec_runtime.tokenizers import tokenizer_hash
 
@@ -100,6 +101,8 @@ def _untrained(target: Any, num_layers: int, config: PlanConfig, folder: Path) -
     if getattr(shape, "layer_types", None):
         shape.layer_types = shape.layer_types[:num_layers]
     module = AutoModelForCausalLM.from_config(shape, dtype=target.model.dtype)
+    if module.dtype == torch.bfloat16:
+        round_matrices(module)
     size = min(config.draft_vocab_size or target.real_vocab_size, target.real_vocab_size)
     tensors = {}
     if size < target.real_vocab_size:
