@@ -19,9 +19,8 @@ from specdec_runtime.formats import (
 )
 from specdec_runtime.target import Target
 from specdec_runtime.tokenizers import template_hash, tokenizer_hash
+from train.card import write_card
 from train.run_dir import write_atomically
-
-CARD = "README.md"
 
 
 class DrafterWriter:
@@ -99,43 +98,3 @@ def add_measurements(
     text = json.dumps(asdict(manifest), indent=2, sort_keys=True) + "\n"
     write_atomically(folder / MANIFEST_NAME, text)
     write_card(folder)
-
-
-def write_card(folder: Path) -> None:
-    """README.md of a drafter folder: what it is for and how to use it, from its manifest."""
-    write_atomically(folder / CARD, card(read_manifest(folder)))
-
-
-def card(manifest: DrafterManifest) -> str:
-    target, number = manifest.target, manifest.recommended.get("num_draft_tokens", 3)
-    lines = [
-        f"# Drafter for {target.name}",
-        "",
-        f"A `{manifest.kind}` drafter for speculative decoding, trained with Draftloop. With it the "
-        f"target's output stays exactly what it is; see the evaluation report of its run.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| target | {target.name} {target.revision}".rstrip() + " |",
-        f"| target fingerprint | `{target.fingerprint[:16]}` |",
-        f"| tokenizer | `{manifest.tokenizer_hash[:16]}` |",
-        f"| chat template | `{manifest.template_hash[:16]}` |",
-        f"| training data | `{manifest.training_data_fingerprint[:16]}` |",
-        f"| draft tokens a round | {number} |",
-    ]
-    for name, value in sorted(manifest.measured.items()):
-        shown = f"{value:.3f}" if isinstance(value, float) else value
-        lines.append(f"| {name.replace('_', ' ')} | {shown} |")
-    lines += [
-        "",
-        "```python",
-        "from specdec_runtime import SpeculativeDecoder, load_drafter, load_target",
-        "",
-        f"target = load_target({target.name!r})",
-        'drafter = load_drafter("PATH_OF_THIS_FOLDER", target)',
-        f"decoder = SpeculativeDecoder(target, drafter, num_draft_tokens={number})",
-        'print(decoder.generate(["..."], max_new_tokens=64).text(0))',
-        "```",
-        "",
-    ]
-    return "\n".join(lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from specdec_runtime.formats import whole_folder
-from train.export.card import write_card
+from train.card import license_of, write_card
 from train.export.registry import Format, format_named
 from train.export.source import Source, read_source
 
@@ -53,7 +53,13 @@ def export(
         if problems := chosen.check(draft, source.target):
             raise ValueError(f"what was written to {to} is wrong for {engine}: {problems[0]}")
         launch = launch_line(chosen, draft, to, source)
-        write_card(draft, source, engine=engine, launch=launch, license_id=license_id)
+        write_card(
+            draft,
+            engine=engine,
+            launch=launch,
+            num_draft_tokens=source.num_draft_tokens,
+            license_id=license_id or license_of(Path(source.target.name)),
+        )
     return Exported(to, source, launch)
 
 

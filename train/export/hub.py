@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
-from train.export.card import license_of
+from train.card import license_of
 from train.export.rules import no_pickles
 
 

@@ -4,8 +4,8 @@ import shutil
 from pathlib import Path
 
 from specdec_runtime.formats import whole_folder
+from train.card import write_card
 from train.checkpoint import Checkpoints, read_checkpoint
-from train.drafter_folder import write_card
 
 
 def export_best(run_dir: Path, to: Path) -> Path:
