@@ -45,6 +45,14 @@ def test_what_is_written_is_read_back(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_config_names_the_type_that_the_weights_have(tmp_path, dtype):
+    folder = write_drafter(tmp_path / "drafter", tiny_llama(0).to(dtype), MANIFEST)
+    config = json.loads((folder / "config.json").read_text())
+    found = {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()}
+    assert (f"torch.{config['dtype']}", found) == (str(dtype), {dtype})
+
+
 def test_an_interrupted_write_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         write_drafter(tmp_path / "drafter", FailingModule(), MANIFEST)

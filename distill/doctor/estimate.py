@@ -1,8 +1,8 @@
 """Steps and time of what is ahead, from the sizes of the models and one measured rate.
 
 Counted are the multiplications of the large matrices; what else is done comes out as an efficiency
-that was measured for plain decoding. Right within a factor of two or three, which is what one needs
-to know before starting.
+that was measured on the default job (docs/data.md). Elsewhere right within a factor of two or
+three, which is what one needs to know before starting.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specdec_runtime.machine import matmul_flops_per_s
 from specdec_runtime.model_names import resolve_model
 
-_EFFICIENCY = 0.35  # measured: share of the matrix rate that small products of a decoder reach
+# Measured: shares of the matrix rate that writing answers in batches and training steps reach.
+_WRITING, _TRAINING = 0.5, 0.35
 # Forward and backward of what is trained; of a frozen head forward and the gradient of its input.
 _TRAINED_FLOPS, _HEAD_FLOPS, _FORWARD_FLOPS = 6, 4, 2
 
@@ -89,11 +90,10 @@ def estimate(
     draft_body = sizes.body // sizes.num_layers * draft_layers
     draft_head = sizes.head if draft_vocab_size is None else draft_vocab_size * sizes.hidden_size
     trained = _TRAINED_FLOPS * draft_body * row_tokens
-    heads = (
-        (_HEAD_FLOPS + _FORWARD_FLOPS) * draft_head * trained_tokens
-    )  # the draft's, the target's
-    useful = rate * _EFFICIENCY
-    return Estimate(rate, _FORWARD_FLOPS * passed / useful, (trained + heads) / useful)
+    # Of both heads, the draft's and the target's.
+    heads = (_HEAD_FLOPS + _FORWARD_FLOPS) * draft_head * trained_tokens
+    answers_s = _FORWARD_FLOPS * passed / (rate * _WRITING)
+    return Estimate(rate, answers_s, (trained + heads) / (rate * _TRAINING))
 
 
 def duration(seconds: float) -> str:
