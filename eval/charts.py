@@ -192,9 +192,10 @@ def _draw_series(frame: _Frame, series: Series) -> None:
 
 
 def _legend(series: Sequence[Series]) -> str:
+    first = {one.colour: one for one in reversed(series)}  # a colour is one thing, named once
     items = "".join(
         f'<span><i class="s{one.colour}{_swatch(one)}"></i>{escape(one.name)}</span>'
-        for one in series
+        for _, one in sorted(first.items())
     )
     return f'<div class="legend">{items}</div>'
 

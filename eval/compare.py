@@ -1,8 +1,8 @@
-"""`python -m eval.compare A B`: did the second evaluation get better or worse than the first?
+"""`python -m eval.compare A B ...`: did the later evaluations get better or worse than the first?
 
-A and B are evaluation folders or results.json files of the same target and prompts. Acceptance is
-compared prompt by prompt (paired bootstrap), speed by its intervals. For CI: exit code 1 where the
-second is worse by more than the margin and the interval of the difference excludes 0.
+They are evaluation folders or results.json files of the same target and prompts. Acceptance is
+compared prompt by prompt (paired bootstrap), speed by its intervals. For CI: exit code 1 where a
+later one is worse by more than the margin and the interval of the difference excludes 0.
 """
 
 import argparse
@@ -59,24 +59,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m eval.compare", description=(__doc__ or "").split("\n\n")[1]
     )
     parser.add_argument("first", type=Path, help="evaluation folder or results.json")
-    parser.add_argument("second", type=Path)
+    parser.add_argument("later", type=Path, nargs="+", help="each is compared with the first")
     parser.add_argument(
         "--margin",
         type=float,
         default=0.02,
-        help="how much lower (tokens a round, or speedup) the second may be; default 0.02",
+        help="how much lower (tokens a round, or speedup) a later one may be; default 0.02",
     )
     given = parser.parse_args(arguments)
     try:
-        results = [read_results(path) for path in (given.first, given.second)]
-        differences = compare(*results)
+        first = read_results(given.first)
+        found = [compare(first, read_results(path)) for path in given.later]
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    worse = [one for one in differences if one.is_worse(given.margin)]
-    for one in differences:
-        print(_line(one, one in worse))
-    return 1 if worse else 0
+    for path, differences in zip(given.later, found, strict=True):
+        if len(found) > 1:
+            print(f"{path}:")
+        for one in differences:
+            print(_line(one, one.is_worse(given.margin)))
+    return int(any(one.is_worse(given.margin) for differences in found for one in differences))
 
 
 def read_results(path: Path) -> Results:

@@ -19,7 +19,7 @@ def flags_of(results: Results) -> list[Flag]:
     for prediction in results.predictions:
         message = deviation_message(prediction)
         if message is not None:
-            flags.append(Flag("warning", "prediction_deviates", message))
+            flags.append(Flag("error", "prediction_deviates", message))
     for acceptance in results.acceptance:
         flags += _acceptance_flags(acceptance)
     for suite in results.suites:

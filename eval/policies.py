@@ -118,6 +118,7 @@ def compare_policies(
         num_rounds = sum(submitted.values())
         if not num_rounds:
             continue
+        sure = policy if isinstance(policy, ConfidenceThreshold) else None
         results.append(
             PolicyResult(
                 drafter=drafter,
@@ -128,6 +129,8 @@ def compare_policies(
                 mean_drafted=sum(k * n for k, n in submitted.items()) / num_rounds,
                 acceptance_length=1.0 + stats.num_accepted / num_rounds,
                 speedup=predicted_speedup(1.0 + stats.num_accepted / num_rounds, costs, submitted),
+                threshold=None if sure is None else sure.threshold,
+                max_draft_tokens=None if sure is None else sure.num_draft_tokens,
             )
         )
     return results

@@ -19,7 +19,7 @@ def speed_plots(results: Results) -> str:
         for colour, prediction in enumerate(shown):
             series += _speed_series(prediction, results.speed, colour)
         axes = Axes(
-            "draft length (0 = plain decoding)",
+            "draft length; dashes predicted, dots measured",
             "speedup",
             reference=1.0,
             reference_label="break-even",
@@ -48,7 +48,7 @@ def _speed_series(prediction: Prediction, speeds: list[SpeedResult], colour: int
         and s.decode_speedup
     ]
     return [
-        Series(f"{prediction.drafter}, predicted", line, colour, marks=False, dashed=True),
+        Series(prediction.drafter, line, colour, marks=False, dashed=True),
         Series(f"{prediction.drafter}, measured", measured, colour, line=False),
     ]
 

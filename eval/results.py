@@ -314,7 +314,10 @@ class SpeedResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyResult:
-    """A draft-length policy on the target's greedy texts; speedup: predicted from measured costs."""
+    """A draft-length policy on the target's greedy texts; speedup: predicted from measured costs.
+
+    threshold, max_draft_tokens: of a policy that drafts on while it is surer than that.
+    """
 
     drafter: str
     suite: str
@@ -324,6 +327,8 @@ class PolicyResult:
     mean_drafted: float
     acceptance_length: float
     speedup: float
+    threshold: float | None = None
+    max_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

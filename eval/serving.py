@@ -28,8 +28,40 @@ def serving_settings(results: Results) -> list[ServingSetting]:
             continue
         length = prediction.best_num_draft_tokens
         texts = _texts(drafter, length) if length else {"all": "no speculation: it does not pay"}
+        texts |= _threshold(results, drafter.name) | _by_batch_size(results, drafter.name)
         found += [ServingSetting(server, drafter.name, text) for server, text in texts.items()]
     return found
+
+
+def _threshold(results: Results, drafter: str) -> dict[str, str]:
+    """Where drafting on only while the drafter is sure was replayed and is faster than any fixed
+    length, its threshold."""
+    suite = results.suites[0].name if results.suites else ""
+    tried = [p for p in results.policies if (p.drafter, p.suite) == (drafter, suite)]
+    best = max(tried, key=lambda policy: policy.speedup, default=None)
+    if best is None or best.threshold is None or best.max_draft_tokens is None:
+        return {}
+    bound, most = f"{best.threshold:g}", best.max_draft_tokens
+    return {
+        "Draftloop, by confidence": f"num_draft_tokens=ConfidenceThreshold({bound}, {most})",
+        "llama.cpp, by confidence": f"--draft-max {most} --draft-p-min {bound}",
+        "transformers, by confidence": (
+            f"num_assistant_tokens={most}, assistant_confidence_threshold={bound}"
+        ),
+    }
+
+
+def _by_batch_size(results: Results, drafter: str) -> dict[str, str]:
+    """The fastest measured draft length of every batch size that was swept."""
+    best: dict[int, tuple[float, int]] = {}
+    for one in results.sweeps:
+        if one.drafter == drafter and one.measured:
+            found = (one.speedup, one.num_draft_tokens)
+            best[one.batch_size] = max(found, best.get(one.batch_size, (1.0, 0)))
+    if len(best) < 2:
+        return {}
+    listed = [f"{size}: {length or 'off'}" for size, (_, length) in sorted(best.items())]
+    return {"draft length by batch size": ", ".join(listed)}
 
 
 def serving_table(results: Results) -> Table:
@@ -75,6 +107,13 @@ def _texts(drafter: DrafterFacts, length: int) -> dict[str, str]:
                 "--speculative-algorithm EAGLE3 --speculative-draft-model-path DIR "
                 f"--speculative-num-steps {length} --speculative-eagle-topk 1 "
                 f"--speculative-num-draft-tokens {length + 1}"
+            ),
+        }
+    if drafter.kind == "parallel":
+        return here | {
+            "vLLM": (
+                '--speculative-config \'{"method": "dspark", "model": DIR, '
+                f'"num_speculative_tokens": {length}}}\''
             ),
         }
     if drafter.kind == "prompt_lookup":

@@ -74,6 +74,10 @@ def test_command_fails_for_ci_where_the_second_is_worse(tmp_path, capsys):
     assert printed.count("WORSE") == 2
     assert main([b, a]) == 0
     assert main([a, b, "--margin", "0.5"]) == 0
+    capsys.readouterr()
+    assert main([a, a, b]) == 1  # any of several
+    assert f"{a}:" in capsys.readouterr().out
+    assert main([b, a, a]) == 0
 
 
 def test_other_targets_and_other_files_are_refused(tmp_path, capsys):

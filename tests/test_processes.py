@@ -1,14 +1,25 @@
 """Many processes: what the main one meets reaches all, and the ready-made configurations are valid."""
 
+import os
+import socket
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
+from torch import nn
 
+from tests.test_config import composed
+from tests.toy_training import ToyBatch, ToyTerms, cross_entropy, forked, run_toy, toy_parts
 from train import processes
+from train import run as run_module
+from train.checkpoint import Checkpoints
+from train.job import Job
 from train.processes import on_main
+from train.run import RunResult
 from train.sharding import is_sharding
 
 CONFIGS = sorted((Path(__file__).parent.parent / "conf" / "accelerate").glob("*.yaml"))
@@ -36,6 +47,72 @@ def test_an_error_of_the_main_process_is_raised_on_every_one(
     for rank in (0, 1):  # rank 1 does not run the function, and does not wait for it either
         with pytest.raises(error, match="the disk is full"):
             on_main(of_rank(rank), fails)  # type: ignore[arg-type]
+
+
+def as_rank(rank: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def ran(worker: Callable[..., None], *arguments: object) -> list[int | None]:
+    """Exit codes of two ranks of a worker, which has a minute."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = [forked(worker, rank, port, *arguments) for rank in (0, 1)]
+    for process in started:
+        process.join(60)
+    codes = [process.exitcode for process in started]
+    for process in started:
+        process.kill()
+    return codes
+
+
+def crashing(rank: int, port: int, run_dir: Path) -> None:
+    """Trains a toy; rank 1 dies in its third step, without a word to rank 0."""
+    as_rank(rank, port)
+
+    def objective(drafter: nn.Module, batch: ToyBatch) -> ToyTerms:
+        taken.append(batch)
+        if rank == 1 and len(taken) == 3:
+            os._exit(9)
+        return cross_entropy(drafter, batch)
+
+    taken: list[ToyBatch] = []
+    run_toy(run_dir, toy_parts(objective=objective), max_steps=6)
+
+
+def test_a_rank_that_dies_takes_the_other_with_it_and_leaves_a_good_checkpoint(tmp_path: Path):
+    codes = ran(crashing, tmp_path)
+    assert codes[1] == 9
+    assert codes[0] not in (0, None)  # None: it would still be waiting
+    newest, damaged = Checkpoints(tmp_path, keep_last=2).newest()
+    assert newest is None or newest.state.step < 3
+    assert damaged == []
+
+
+def starting(rank: int, port: int, runs_dir: Path) -> None:
+    """Opens a run as `python -m train` does; rank 1 is a second late."""
+    as_rank(rank, port)
+
+    def stages(job: Job) -> RunResult:
+        job.log.write("training", 1, {"loss": 1.0})
+        (runs_dir / f"seen-by-{rank}").write_text(str(job.run_dir))
+        return RunResult(1.0, True, job.run_dir)
+
+    run_module._run_stages = stages
+    time.sleep(1.1 * rank)
+    config = composed("+experiment=smoke", f"runs_dir={runs_dir / 'runs'}", "target.device=cpu")
+    run_module.run(config, "seed: 0\n", ["train"])
+
+
+def test_all_ranks_share_one_run_folder_even_if_they_start_in_other_seconds(tmp_path: Path):
+    assert ran(starting, tmp_path) == [0, 0]
+    (folder,) = (tmp_path / "runs" / "smoke").iterdir()
+    assert {path.read_text() for path in tmp_path.glob("seen-by-*")} == {str(folder)}
+    names = [path.name for path in folder.iterdir()]
+    assert names.count("config.yaml") == 1
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1  # rank 0's alone
 
 
 def test_the_ready_made_configurations_are_accelerates_own():

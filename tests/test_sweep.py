@@ -1,16 +1,23 @@
 """Sweeps and repeated runs: every job is told apart, failures are seen, settings start again."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
 from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from torch import nn
 
 from tests.test_config import composed
+from tests.toy_training import ToyBatch, ToyTerms, cross_entropy, run_toy, score_of, toy_parts
+from train.checkpoint import WEIGHTS, Checkpoints
 from train.cli import main
 from train.cli_errors import check_complete
 from train.config import TrainConfig
+from train.job import Job
 from train.run import RunResult
 from train.run_dir import RunChoice, open_run, read_settings
 from train.sweep import Outcome, SweepJob, own_overrides, rows_of
@@ -66,6 +73,50 @@ def test_a_failing_job_fails_the_sweep_and_leaves_the_others_alone(
     (table,) = tmp_path.glob("runs/sweeps/*/sweep.md")
     lines = table.read_text().splitlines()[2:]
     assert [line.split(" | ")[0] for line in lines] == ["| seed=2", "| seed=0", "| seed=1"]
+
+
+def toy_stages(seen: list[str]) -> Callable[[Job], RunResult]:
+    """Stands for the stages of a run: trains a toy; seed 1 fails in the middle of a step."""
+
+    def stages(job: Job) -> RunResult:
+        for failed in job.run_dir.parent.glob("*/traceback.txt"):  # said before the next job starts
+            settings = OmegaConf.load(failed.with_name("config.yaml"))
+            seen.append(f"seed={settings.seed}: {failed.read_text().splitlines()[-1]}")
+
+        def objective(drafter: nn.Module, batch: ToyBatch) -> ToyTerms:
+            terms = cross_entropy(drafter, batch)
+            if job.config.seed == 1 and batch.num_tokens > 10:
+                raise RuntimeError("the device is gone")
+            return terms
+
+        parts = toy_parts(objective=objective)
+        run_toy(job.run_dir, parts, max_steps=6)
+        return RunResult(score_of(parts), True, job.run_dir)
+
+    return stages
+
+
+def test_a_job_after_a_failed_one_equals_a_run_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[str] = []
+    monkeypatch.setattr("train.run._run_stages", toy_stages(seen))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    scores, codes = [], []
+    for folder, overrides in (("sweep", ["-m", "seed=0,1,2"]), ("alone", ["seed=2"])):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        monkeypatch.setattr(sys, "argv", ["train", *overrides, "+experiment=smoke"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        codes.append(ended.value.code)
+        newest = max((tmp_path / folder).glob("runs/smoke/*"), key=lambda run: run.name)
+        scores.append(load_file(Checkpoints(newest, keep_last=2).newest()[0].folder / WEIGHTS))
+    assert codes == [1, 0]
+    assert seen == ["seed=1: RuntimeError: the device is gone"]
+    third, alone = scores
+    assert third.keys() == alone.keys()
+    assert all(torch.equal(third[name], alone[name]) for name in alone)
 
 
 def test_a_sweep_without_failures_ends_with_0_and_one_run_folder_for_all_is_refused(
