@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from eval.progress import silent_stage
 from eval.records import read_json
 from eval.results import Results
 from eval.run import evaluate
+from eval.sampling_check import sampling_checks
 from eval.session import (
     drafter_specs,
     first_manifest,
@@ -47,6 +49,13 @@ SMALL = {
 }
 # What is measured on request only.
 NOTHING_EXTRA = {"policies": False, "rival_prompts": 0, "batch_sizes": [], "context_lengths": []}
+
+
+@pytest.fixture(autouse=True)
+def fewer_draws(monkeypatch) -> None:
+    """The check of the sampling rules is tests/test_sampling_check.py's."""
+    few = partial(sampling_checks, num_draws=20_000)
+    monkeypatch.setattr("eval.measurements.sampling_checks", few)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from tests.conftest import plain_greedy
 from tests.table_model import ScriptedDrafter
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [3, 60, 3, 60, 3]]
+NUM_TOKENS = 10  # four rounds or more, with something refused in them
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -96,17 +97,19 @@ def noisy_copy(module, scale=0.02):
 def case(request):
     """(kind, module, what transformers' generate says, prompt by prompt)."""
     module = make(request.param)
-    return request.param, module, [plain_greedy(module, [p], 14)[0] for p in PROMPTS]
+    return request.param, module, [plain_greedy(module, [p], NUM_TOKENS)[0] for p in PROMPTS]
 
 
 def test_greedy_text_is_the_targets_own_whatever_is_refused(case):
     _, module, answers = case
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
-    assert SpeculativeDecoder(module).generate(PROMPTS, max_new_tokens=14).token_ids == answers
+    assert (
+        SpeculativeDecoder(module).generate(PROMPTS, max_new_tokens=NUM_TOKENS).token_ids == answers
+    )
     for quality in ("perfect", "half-right"):
         drafter = ScriptedDrafter.knowing(texts, kind=quality, wrong=63)
         decoder = SpeculativeDecoder(module, drafter, num_draft_tokens=3)
-        generation = decoder.generate(PROMPTS, max_new_tokens=14)
+        generation = decoder.generate(PROMPTS, max_new_tokens=NUM_TOKENS)
         assert generation.token_ids == answers
         assert generation.stats.num_accepted > 0
 
@@ -114,13 +117,13 @@ def test_greedy_text_is_the_targets_own_whatever_is_refused(case):
 def test_a_drafter_with_states_of_its_own_follows_what_was_kept(case):
     _, module, answers = case
     copy = SpeculativeDecoder(module, CausalLMDrafter(HFModel(module)), num_draft_tokens=3)
-    generation = copy.generate(PROMPTS, max_new_tokens=14)
+    generation = copy.generate(PROMPTS, max_new_tokens=NUM_TOKENS)
     assert generation.token_ids == answers
     assert generation.stats.acceptance_rate == 1.0
     other = SpeculativeDecoder(
         module, CausalLMDrafter(HFModel(noisy_copy(module))), num_draft_tokens=3
     )
-    assert other.generate(PROMPTS, max_new_tokens=14).token_ids == answers
+    assert other.generate(PROMPTS, max_new_tokens=NUM_TOKENS).token_ids == answers
     together = other.generate(PROMPTS, max_new_tokens=8, temperature=1.0, seed=5)
     alone = other.generate([PROMPTS[2]], max_new_tokens=8, temperature=1.0, seed=7)
     assert together.token_ids[2] == alone.token_ids[0]
@@ -132,7 +135,7 @@ def test_states_after_every_round_equal_a_fresh_prefill(case):
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
     drafter = ScriptedDrafter.knowing(texts, kind="half-right", wrong=63)
     decoding = SpeculativeDecoder(module, drafter, num_draft_tokens=3)._begin(
-        PROMPTS, max_new_tokens=12
+        PROMPTS, max_new_tokens=NUM_TOKENS - 2
     )
     model = decoding.target.model
     decoding.prefill()
