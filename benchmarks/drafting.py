@@ -31,7 +31,7 @@ from specdec_runtime.pretrained import load_module
 from specdec_runtime.results import Generation
 from specdec_runtime.target import Target
 
-LENGTHS = (1, 2, 3, 6)  # drafted tokens a round
+LENGTHS = (1, 2, 4)  # drafted tokens a round
 CONTEXT = 128  # tokens in front of a bare draft step
 CHAIN = 8  # steps of a bare chain
 PASSES = 15

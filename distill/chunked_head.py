@@ -30,6 +30,10 @@ from distill.position_weights import WeightScheme
 from distill.signals import Compared, SignalRows, TargetHead
 from distill.weighing import PerPosition, Weigh
 
+# Of one chunk; a loss with its gradient holds some six tensors of this size at once. Enough positions
+# for products at full rate up to vocabularies of 256k.
+MAX_LOGITS_BYTES = 64 * 2**20
+
 
 class HeadSums(NamedTuple):
     """Sums over the positions of a batch; only the loss carries a gradient."""
@@ -68,7 +72,7 @@ def head_loss(
         config: which loss; `chunk_tokens` bounds the memory.
         weigh: how much each position counts, from what was found there; None = all alike.
     """
-    slices = _slices(len(hidden), config)
+    slices = _slices(len(hidden), len(weight), config)
     # The weights of this loss follow from the whole batch: its two parts are kept apart until then.
     is_split = config.name is LossName.lk_hybrid and len(slices) > 1
     run = _ChunkLoss(target, rows, labels, config, is_split=is_split)
@@ -98,12 +102,12 @@ def position_overlaps(
 ) -> Tensor:
     """[N] sum of min(target, draft) at each position; arguments as in `head_loss`."""
     run = _ChunkLoss(target, rows, rows.argmax, config, is_split=False)
-    slices = _slices(len(hidden), config)
+    slices = _slices(len(hidden), len(weight), config)
     return _GradientInForward.apply(hidden, weight, run, slices, False)[1][1]
 
 
-def _slices(num_positions: int, config: LossConfig) -> list[slice]:
-    size = config.chunk_tokens
+def _slices(num_positions: int, vocab_size: int, config: LossConfig) -> list[slice]:
+    size = max(1, min(config.chunk_tokens, MAX_LOGITS_BYTES // (4 * vocab_size)))
     return [slice(i, i + size) for i in range(0, num_positions, size)]
 
 

@@ -91,7 +91,7 @@ class LossConfig:
     beta: float = 0.5  # jsd: 0 is the forward KL, 1 the reverse KL
     eta: float = 3.0  # lk_hybrid: how fast growing overlap moves weight from KL to total variation
     ce_weight: float = 0.1  # ce_tv: weight of the cross-entropy, the rest is total variation
-    chunk_tokens: int = 1024  # loss positions whose logits are held at once
+    chunk_tokens: int = 1024  # most loss positions whose logits are held at once
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     selection: SelectionConfig = field(default_factory=SelectionConfig)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distill import chunked_head
 from distill.chunked_head import head_loss
 from distill.comparison import Comparison
 from distill.draft_vocab import DraftVocab, full_vocab, most_frequent, token_counts
@@ -302,10 +303,13 @@ class LargestTensors(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", [LossName.lk_hybrid, LossName.jsd, LossName.expected_length])
-def test_no_more_than_a_chunk_of_logits_ever_exists(name):
+@pytest.mark.parametrize("bound", ["tokens", "bytes"])
+def test_no_more_than_a_chunk_of_logits_ever_exists(name, bound, monkeypatch):
     positions, size, chunk = 96, 500, 8
     hidden, target, rows, labels = head_case(17, positions=positions, size=size)
-    config = LossConfig(name=name, chunk_tokens=chunk)
+    config = LossConfig(name=name, chunk_tokens=chunk if bound == "tokens" else positions)
+    if bound == "bytes":
+        monkeypatch.setattr(chunked_head, "MAX_LOGITS_BYTES", 4 * size * (chunk + 1) - 1)
     states = hidden.clone().requires_grad_()
     weigh = weigh_texts(config, torch.arange(positions))
     with LargestTensors() as seen:
