@@ -30,6 +30,7 @@ from omegaconf import OmegaConf
 from distill.batches import Example, collate
 from distill.live_signals import with_live_states
 from distill.losses import LossConfig, LossName
+from distill.recipe import trained_kinds
 from distill.signals import NoSignal
 from eval.acceptance import MeasuredAcceptance, length_interval, measure_acceptance
 from eval.intervals import Interval, ratio_interval
@@ -324,7 +325,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--minutes", type=float, default=2.0, help="of training, each")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--kinds", nargs="+", default=["causal_lm", "early_exit"])
+    parser.add_argument("--kinds", nargs="+", default=trained_kinds())
     parser.add_argument("--losses", nargs="+", default=["lk_hybrid", "forward_kl"])
     parser.add_argument("--runs", nargs="+", help="KIND/LOSS: these, not --kinds with --losses")
     parser.add_argument("--prompts", type=int, default=16, help="held-out prompts measured on")

@@ -49,6 +49,7 @@ _CONSTANT = 4.0
 _MASK_SIZE = 0.3  # of the mask's embedding, states being about one
 _DECAY = 0.8  # weight of each place in the fit relative to the one before
 _MOST_PLACES = 3  # that are fitted
+_REACH = 2048  # of attention that is to look at what is nearest
 _SORTED = 4096  # states and tokens that are to be told apart
 
 
@@ -148,13 +149,14 @@ class _Start:
         return self.layer.input_layernorm(self.network.fc(states))
 
     def level_features(self) -> None:
-        """Gives every dimension of the recorded states the same size."""
+        """Gives every dimension of the recorded states about the same size; by powers of two, which
+        change no digit in 16 bits."""
         squares, count = torch.zeros(self.network.fc.in_features), 0
         for part in self.blocks(0):
             squares += part.states.square().sum(0)
             count += len(part.states)
         sizes = (squares / max(count, 1)).sqrt().clamp_min(SMALLEST_SIZE)
-        self.network.feature_scale.copy_(1 / sizes)
+        self.network.feature_scale.copy_(2.0 ** -sizes.log2().round())
 
     def fusion(self) -> None:
         """`fc`: what of the recorded states counts for the state at the block's token and for the one
@@ -193,7 +195,8 @@ class _Start:
         """Queries and keys of the heads with a task."""
         is_state, is_token = self.sorts()
         frequencies = self.network.model.rotary_emb.inv_freq
-        nearest = nearest_first(frequencies, self.steps)
+        reach = min(_REACH, self.network.config.max_position_embeddings)
+        nearest = nearest_first(frequencies, self.steps, reach=reach)
         attention, heads = self.attention, self.heads
         set_strength(attention)
         set_heads(attention, heads.a, nearest, seeks=is_token, found=is_state)

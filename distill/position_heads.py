@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 _STRENGTH = 64.0  # S: 30 to 60 leave a few percent of attention to the second nearest
-_REACH = 2048  # distances that are looked at; no score returns to that of the nearest behind
 _STEPS = 300
 _STEP_SIZE = 0.02
 
@@ -33,14 +32,17 @@ class Kernel(NamedTuple):
     key: Tensor
 
 
-def nearest_first(inverse_frequencies: Tensor, places: int) -> Kernel:
+def nearest_first(inverse_frequencies: Tensor, places: int, *, reach: int) -> Kernel:
     """Looks at the nearest entry of the sort, from a block of `places` rows.
 
     The row at place k has the states from distance k + 1 on, and the block's own rows at 0 .. k; both
     are to be looked at nearest first, and the other sort not at all.
+
+    Args:
+        reach: distances that are considered; behind, a score may come back.
     """
     count = len(inverse_frequencies)
-    angles = torch.arange(_REACH + places)[:, None] * inverse_frequencies.cpu()
+    angles = torch.arange(reach + places)[:, None] * inverse_frequencies.cpu()
     table = torch.cat([angles.cos(), angles.sin()], dim=1)
     start = 1 / torch.arange(1, count + 1)
     with torch.enable_grad():
@@ -48,7 +50,7 @@ def nearest_first(inverse_frequencies: Tensor, places: int) -> Kernel:
         optimizer = torch.optim.Adam([shape], lr=_STEP_SIZE)
         for _ in range(_STEPS):
             scores = _STRENGTH * (table @ shape) / shape.view(2, count).norm(dim=0).sum()
-            ahead = torch.stack([scores[k + 1 : k + 1 + _REACH] for k in range(places)])
+            ahead = torch.stack([scores[k + 1 : k + 1 + reach] for k in range(places)])
             own = torch.cat([scores[: places + 1], -scores[1:]])
             missed = -ahead.log_softmax(1)[:, 0].sum() - own.log_softmax(0)[0]
             optimizer.zero_grad()

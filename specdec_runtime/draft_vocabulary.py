@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from specdec_runtime.model import CausalModel
+from specdec_runtime.sampling import likeliest_columns
 
 
 class DraftVocabulary:
@@ -29,3 +30,8 @@ class DraftVocabulary:
             )
         full = logits.new_full((len(logits), self._vocab_size), float("-inf"))
         return full.index_copy_(1, self._ids, logits)
+
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """[N, n] -> [N] target ids of the largest; only if `is_proposable`."""
+        columns = likeliest_columns(logits)
+        return columns if self._ids is None else self._ids[columns]

@@ -1,4 +1,5 @@
-"""Drafter folders as they lie on disk, whoever wrote them: ours, stock models, EAGLE-3 checkpoints.
+"""Drafter folders as they lie on disk, whoever wrote them: ours, stock models, EAGLE-3 checkpoints, and
+parallel drafters (parallel_files.py).
 
 `read` brings an EAGLE-3 folder of vLLM, SGLang or the speculators library into one form: the keys and
 tensor names of vLLM's native folder, every flag written out, layer ids counted as Hugging Face
@@ -22,6 +23,7 @@ from specdec_runtime.formats import (
     read_draft_vocab,
     read_manifest,
 )
+from specdec_runtime.parallel_files import is_parallel, own_tensors
 
 EAGLE3_ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -48,8 +50,8 @@ class DrafterFiles:
     Attributes:
         kind: a module of specdec_runtime.drafters.
         config: of config.json; for eagle3 in the one form described above; empty for an adapter.
-        tensors: of an eagle3 folder, by native name, without the draft vocabulary; else empty
-            (transformers reads the others).
+        tensors: of an eagle3 or parallel folder, by native name, without the draft vocabulary; else
+            empty (transformers reads the others).
         token_ids: [n] int64, ascending target ids of the head's rows; None = all of them.
         manifest: of draftloop.json, if it is ours.
     """
@@ -94,6 +96,18 @@ def read(folder: str | Path) -> DrafterFiles:
             config=config,
             tensors=tensors,
             token_ids=token_ids,
+            manifest=manifest,
+        )
+    if is_parallel(config):
+        found = read_tensors(folder)
+        tensors = {name: part for name, part in found.items() if name not in _VOCABULARY}
+        token_ids = draft_token_ids(found, folder)
+        return DrafterFiles(
+            folder=folder,
+            kind="parallel",
+            config=config,
+            tensors=own_tensors(tensors, config, folder),
+            token_ids=read_draft_vocab(folder) if token_ids is None else token_ids,
             manifest=manifest,
         )
     return DrafterFiles(

@@ -13,7 +13,7 @@ token) and W2 are a low-rank table of how likely a token follows another. `confi
 the drafted one, so a draft length may depend on it.
 
 Names, shapes and meanings are those of the DSpark folders that vLLM reads, except for two weights
-that an export folds: `mask_embedding`, there a row of the embeddings, and `feature_scale`.
+that an export folds: `mask_embedding` and `feature_scale` (parallel_files.py).
 
 Sources: DFlash, arXiv:2602.06036; DSpark, arXiv:2607.05147. There the rows of a block see each other
 in both directions; masks say nothing, so that with one layer nothing is lost by looking back only,
@@ -37,10 +37,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3PreTrainedModel,
 )
 
-from specdec_runtime.drafter_files import LAYER_IDS, read_config, read_tensors
+from specdec_runtime.drafter_files import LAYER_IDS, read
 from specdec_runtime.network_folder import fill_network, save_network
+from specdec_runtime.parallel_files import ARCHITECTURE, COMPUTED
 
-ARCHITECTURE = "Qwen3DSparkModel"
 # Our name -> the folder's, as prefixes.
 FOLDER_NAMES = {
     "model.": "",
@@ -79,11 +79,8 @@ def parallel_config(
         "target_layer_ids": [k - 1 for k in layer_ids],  # vLLM names the layer whose output it is
         "block_size": block_size,
         "markov_rank": markov_rank,
-        "markov_head_type": "vanilla",
         "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-        "sample_from_anchor": True,  # the pending token's row drafts the first token
-        "is_causal": True,
+        **{key: value for key, value in COMPUTED.items() if key != "num_hidden_layers"},
     }
     return Qwen3Config(
         architectures=[ARCHITECTURE],
@@ -119,8 +116,8 @@ class ParallelNetwork(Qwen3PreTrainedModel):
         self.model = Qwen3Model(config)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
         self.fc = nn.Linear(width, size, bias=False)
-        # Some dimensions of the states are hundreds of times larger than others: what a learning rate
-        # can not do, this does. Not trained, and part of `fc` in a folder.
+        # Some dimensions of the states are hundreds of times larger than others, which neither a
+        # learning rate nor rounded weights suit. Not trained; powers of two.
         self.feature_scale = nn.Parameter(torch.ones(width), requires_grad=False)
         self.mask_embedding = nn.Parameter(torch.zeros(size))
         self.markov_w1 = nn.Embedding(config.vocab_size, rank)
@@ -142,37 +139,30 @@ class ParallelNetwork(Qwen3PreTrainedModel):
         hidden = self.model(input_ids, use_cache=use_cache).last_hidden_state
         return CausalLMOutputWithPast(logits=self.lm_head(hidden))
 
-    @torch.no_grad()
-    def fold_feature_scale(self) -> None:
-        """Makes `feature_scale` part of `fc`."""
-        self.fc.weight.mul_(self.feature_scale)
-        self.feature_scale.fill_(1.0)
-
     def save_pretrained(self, folder: str | Path, **unused: Any) -> None:  # type: ignore[override]
         """config.json and model.safetensors; see the module's docstring."""
         save_network(self, folder, FOLDER_NAMES)
 
 
 def load_parallel(folder: str | Path, *, device: torch.device | str = "cpu") -> ParallelNetwork:
-    """The network of a folder of ours, in its stored dtype and eval mode.
+    """The network of a folder of ours or of vLLM, in its stored dtype and eval mode.
 
     Raises:
         ValueError: if the folder holds another architecture, or weights are missing, unknown or of
             another shape than the configuration says.
     """
-    folder = Path(folder)
-    found = read_config(folder)
-    if found.get("architectures") != [ARCHITECTURE]:
+    files = read(folder)
+    if files.kind != "parallel":
         raise ValueError(
-            f"{folder} holds {found.get('architectures')}, expected a parallel drafter "
+            f"{folder} holds {files.config.get('architectures')}, expected a parallel drafter "
             f"([{ARCHITECTURE!r}])"
         )
-    config: Qwen3Config = Qwen3Config.from_dict(found)
+    config: Qwen3Config = Qwen3Config.from_dict(files.config)
     network = ParallelNetwork(config)
     assert isinstance(config.dtype, torch.dtype), config.dtype  # transformers parses the string
     nn.Module.to(network, dtype=config.dtype)
     try:
-        fill_network(network, read_tensors(folder), FOLDER_NAMES, folder)
+        fill_network(network, files.tensors, FOLDER_NAMES, folder)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder} does not fit its configuration: {reason}") from None

@@ -15,10 +15,12 @@ from specdec_runtime.draft_length import ConfidenceThreshold, CostAware
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
+from specdec_runtime.drafters.parallel import ParallelDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.noise import draw_by_inversion
+from specdec_runtime.parallel_network import ParallelNetwork, parallel_config
 from specdec_runtime.sampling import Sampler, SamplingSettings
 from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import BestFirstTree, StaticTree
@@ -94,6 +96,23 @@ def test_every_text_of_an_early_exit_has_the_targets_probability(rule):
     model = HFModel(tiny_llama(5, vocab_size=2))
     drafter = EarlyExitDrafter(model, exit_layer=1)
     assert error(drafter, 2, rule=rule, model=model, temperature=3.0) < EXACT
+
+
+@pytest.mark.parametrize(("rule", "policy"), [("speculative", "fixed"), ("block", "threshold")])
+def test_every_text_of_a_parallel_drafter_has_the_targets_probability(rule, policy):
+    """The tokens of a block depend on those picked before, and its length on the confidence head."""
+    module = tiny_llama(5, vocab_size=2)
+    config = parallel_config(
+        module.config, layer_ids=[1], draft_vocab_size=2, num_heads=2, head_dim=8,
+        intermediate_size=16, markov_rank=2, block_size=2,
+    )  # fmt: skip
+    network = ParallelNetwork(config).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.normal_(std=0.5)
+    drafter = ParallelDrafter(network, engine="eager")
+    model = HFModel(module)
+    assert error(drafter, POLICIES[policy], rule=rule, model=model, temperature=3.0) < EXACT
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -27,7 +27,7 @@ from distill.objective import Objective, Terms
 from distill.objectives.eagle3 import default_layer_ids
 from distill.parallel_blocks import block_states
 from distill.parallel_start import solve_start
-from distill.recipe import DraftSettings, TargetParts
+from distill.recipe import DraftSettings, TargetParts, as_written
 from distill.signals import TargetHead
 from distill.weighing import PerPosition
 from specdec_runtime.drafters.parallel import ParallelDrafter
@@ -157,11 +157,7 @@ class ParallelRecipe:
         return ParallelRecipe(self._settings, self._parts, copy.deepcopy(self.module))
 
     def written(self, dtype: torch.dtype) -> ParallelNetwork:
-        written = copy.deepcopy(self.module)
-        written.fold_feature_scale()
-        nn.Module.to(written, dtype=dtype)
-        written.config.dtype = dtype  # the configuration says what the tensors are
-        return written
+        return as_written(copy.deepcopy(self.module), dtype, self._settings)
 
     def writing_report(self, written: ParallelNetwork) -> dict[str, float]:
         return {}

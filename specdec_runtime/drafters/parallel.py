@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec_runtime.chain import draft_chain
-from specdec_runtime.draft import Draft
+from specdec_runtime.draft import Draft, no_draft
 from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.engines import Engine, make_model
@@ -165,10 +165,14 @@ class ParallelSession:
             # A block of k places makes entries up to position len(tokens) + k - 2.
             lengths.cap(member, self._model.max_positions - len(tokens) + 1)
         picks = _Picks(self._drafter, committed)
+        is_greedy = self._sampler.is_plain_greedy and self._vocab.is_proposable
+        if is_greedy and not lengths.needs_confidence:
+            return self._greedy_blocks(picks, rows, committed, lengths)
 
         def next_logits(members: list[int], tokens: Tensor | None) -> Tensor:
             if tokens is None:
-                picks.start(members, self._pass(members, rows, committed, lengths))
+                sizes = [lengths.limit(member) for member in members]
+                picks.start(members, self._pass(members, rows, committed, sizes))
             return self._vocab.to_target(picks.next_logits(members, tokens))
 
         return draft_chain(
@@ -184,18 +188,31 @@ class ParallelSession:
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         """Nothing drafted is left in the cache: a block goes when it has been scored."""
 
+    def _greedy_blocks(
+        self, picks: "_Picks", rows: list[int], committed: list[list[int]], lengths: LengthRound
+    ) -> Draft:
+        """The same draft without leaving the draft vocabulary, where nothing is told or drawn."""
+        while lengths.ask():
+            lengths.tell(None)
+        counts = lengths.num_drafted
+        active = [member for member, count in enumerate(counts) if count]
+        if not active:
+            return no_draft(len(rows))
+        picks.start(active, self._pass(active, rows, committed, [counts[i] for i in active]))
+        drafted = torch.zeros(len(rows), max(counts), dtype=torch.int64, device=self._model.device)
+        tokens = None
+        for place in range(max(counts)):
+            tokens = self._vocab.likeliest(picks.next_logits(active, tokens))
+            drafted[active, place] = tokens
+        return Draft(drafted, torch.tensor(counts))
+
     def _pass(
-        self,
-        members: list[int],
-        rows: list[int],
-        committed: list[list[int]],
-        lengths: LengthRound,
+        self, members: list[int], rows: list[int], committed: list[list[int]], sizes: list[int]
     ) -> Tensor:
         """[n, K, D] what the head reads at the places of the members' blocks, padded."""
         batch = [rows[member] for member in members]
         states = [self._states.read(row) for row in batch]
         fused = self._drafter.fuse(torch.cat(states)).split([len(part) for part in states])
-        sizes = [lengths.limit(member) for member in members]
         entering = [
             torch.cat([part, self._drafter.block(committed[member][-1], size).to(part)])
             for part, member, size in zip(fused, members, sizes, strict=True)

@@ -28,6 +28,8 @@ DEFAULT_NUM_LAYERS_READ = 3
 
 def eagle3_obstacle(source: Source) -> str | None:
     """Why this drafter is no EAGLE-3 folder that engines agree on; None if it is."""
+    if source.kind == "parallel":
+        return "it describes heads that draft token by token, a parallel drafter drafts a block"
     if source.kind != "eagle3":
         return f"a {source.kind} drafter reads token ids, this format describes heads on features"
     config, target = source.files.config, source.target
@@ -145,19 +147,20 @@ def check_eagle3(folder: Path, target: TargetFacts, *, prefix: str) -> list[str]
         *rules.same_tensors(weights, _wanted_tensors(config, weights, prefix)),
         *rules.dtype_as_said(weights, raw),
         *rules.rope_is_complete(raw.get("transformer_layer_config", raw)),
-        *_draft_vocabulary(folder, stored, config, target),
+        *vocabulary_problems(folder, stored, config, target),
         *rules.same_tokenizer(folder, target),
         *rules.recorded_target(folder, target),
         *differences(folder, config),
     ]
 
 
-def _draft_vocabulary(
+def vocabulary_problems(
     folder: Path,
     stored: dict[str, tuple[str, list[int]]],
     config: dict[str, Any],
     target: TargetFacts,
 ) -> list[str]:
+    """A reduced vocabulary has its map beside it, as offsets and as a mask."""
     size, draft_size = target.vocab_size, config["draft_vocab_size"]
     if "d2t" not in stored:
         if draft_size == size:

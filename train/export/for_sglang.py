@@ -25,6 +25,8 @@ OWN_COUNT = ("deepseek", "kimi", "gpt_oss")
 
 
 def obstacle(source: Source) -> str | None:
+    if source.kind == "parallel":
+        return "SGLang's rules for block drafters were not read: serve it with vLLM"
     if source.kind != "eagle3":
         return plain_obstacle(source)
     config, target = source.files.config, source.target

@@ -12,6 +12,11 @@ SUMMARY = "an `assistant_model` for assisted generation (batch size 1)"
 
 
 def obstacle(source: Source) -> str | None:
+    if source.kind == "parallel":
+        return (
+            "transformers' block drafters score with the target's whole head and without a table of "
+            "what follows the token before"
+        )
     return plain_obstacle(source)
 
 

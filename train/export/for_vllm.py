@@ -1,4 +1,4 @@
-"""vLLM: a plain draft model, or the native folder of an EAGLE-3 head."""
+"""vLLM: a plain draft model, the native folder of an EAGLE-3 head, or the DSpark one of a parallel drafter."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from specdec_runtime.drafter_files import is_eagle3, read_config
+from specdec_runtime.parallel_files import is_parallel
 from train.export.eagle3_folder import (
     check_eagle3,
     eagle3_config,
@@ -14,19 +15,25 @@ from train.export.eagle3_folder import (
     weights_dtype,
     write_eagle3,
 )
+from train.export.parallel_folder import check_parallel, parallel_obstacle, write_parallel
 from train.export.plain import check_plain, plain_obstacle, write_plain
 from train.export.source import Source, TargetFacts
 
 NAME = "vllm"
-SUMMARY = "a draft model, or the native folder of an EAGLE-3 head"
+SUMMARY = "a draft model, an EAGLE-3 head, or a parallel drafter as a DSpark folder"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 
 def obstacle(source: Source) -> str | None:
+    if source.kind == "parallel":
+        return parallel_obstacle(source)
     return eagle3_obstacle(source) if source.kind == "eagle3" else plain_obstacle(source)
 
 
 def write(source: Source, folder: Path, *, dtype: torch.dtype | None) -> None:
+    if source.kind == "parallel":
+        write_parallel(source, folder, engine=NAME, dtype=dtype)
+        return
     if source.kind != "eagle3":
         write_plain(source, folder, dtype=dtype, engine=NAME)
         return
@@ -38,6 +45,8 @@ def write(source: Source, folder: Path, *, dtype: torch.dtype | None) -> None:
 
 def check(folder: Path, target: TargetFacts) -> list[str]:
     config = read_config(folder)
+    if is_parallel(config):
+        return check_parallel(folder, target)
     if not is_eagle3(config):
         return check_plain(folder, target, NAME)
     problems = check_eagle3(folder, target, prefix="midlayer.")
@@ -48,7 +57,8 @@ def check(folder: Path, target: TargetFacts) -> list[str]:
 
 def launch(folder: Path, target: TargetFacts, num_draft_tokens: int) -> str:
     """The method is said: vLLM guesses it from the path and takes anything else for a plain model."""
-    method = "eagle3" if is_eagle3(read_config(folder)) else "draft_model"
+    config = read_config(folder)
+    method = "eagle3" if is_eagle3(config) else "dspark" if is_parallel(config) else "draft_model"
     settings = {
         "method": method,
         "model": str(folder),

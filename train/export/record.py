@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec_runtime.drafter_files import EAGLE3_FLAGS, LAYER_IDS
 from specdec_runtime.formats import DrafterManifest, is_drafter_folder, read_manifest
+from specdec_runtime.parallel_files import COMPUTED
 from train.export.source import Source
 
 FORWARD_KEYS = (
@@ -34,6 +35,10 @@ FORWARD_KEYS = (
     "vocab_size",
     LAYER_IDS,
     *EAGLE3_FLAGS,
+    "target_layer_ids",
+    "mask_token_id",
+    "markov_rank",
+    *COMPUTED,
 )
 
 

@@ -28,7 +28,8 @@ def runtime_folder(folder: Path, source: Source, work: Path, *, engine: str) -> 
         return work
     files = read(folder)
     ours = is_drafter_folder(folder) and engine == for_draftloop.NAME
-    if ours or (source.kind == "causal_lm" and not files.is_adapter):
+    read_as_is = source.kind == "parallel" or (source.kind == "causal_lm" and not files.is_adapter)
+    if ours or read_as_is:
         return folder
     work.mkdir()
     for_draftloop.write(replace(source, files=files), work, dtype=None)
