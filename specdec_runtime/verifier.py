@@ -122,14 +122,13 @@ class Verifier:
         width = logits.shape[1]  # K + 1
         every, histories = self._contexts(rows, committed, draft)
         choices = self._sampler.argmax(logits.flatten(0, 1), every, histories).view(-1, width)
-        table = torch.cat([choices, draft.token_ids.to(choices.device)], dim=1)
+        chosen = choices.tolist()  # the round's one wait for the device
+        drafted, counts = draft.token_ids.tolist(), draft.num_drafted.tolist()
         kept, following = [], []
-        # The round's one wait for the device; the rest is quicker here than in small tensors.
-        for line, count in zip(table.tolist(), draft.num_drafted.tolist(), strict=True):
-            chosen, drafted = line[:width], line[width : width + count]
-            num_accepted = verify_greedy(drafted, chosen)
-            kept.append(drafted[:num_accepted])
-            following.append(chosen[num_accepted])
+        for choice, tokens, count in zip(chosen, drafted, counts, strict=True):
+            num_accepted = verify_greedy(tokens[:count], choice)
+            kept.append(tokens[:num_accepted])
+            following.append(choice[num_accepted])
         return kept, following
 
     def _judge_by_rule(
