@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from eval.acceptance import difference
 from eval.exactness import certify
+from eval.facts import Flag
 from eval.flags import flags_of
 from eval.prediction import predict
 from eval.results import (
     Certificate,
     DrafterDifference,
-    Flag,
     IdentityCheck,
     ReplayedLength,
     Results,

@@ -105,6 +105,7 @@ class EvalConfig:
     prompts_file: JSONL; None = those kept beside the drafter by its run, else `suites`.
     suites: fetched suites by name (fetched.py), used where there is no prompts file.
     turns: of conversations with several user turns, how many are evaluated.
+    failures: failures.jsonl of an earlier evaluation, or its folder: is the drafter right there now?
     output: None = runs/eval/<time>.
     """
 
@@ -115,6 +116,7 @@ class EvalConfig:
     prompts_file: str | None = None
     suites: list[str] = field(default_factory=lambda: ["mt_bench"])
     turns: int = 1
+    failures: str | None = None
     output: str | None = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 

@@ -1,6 +1,7 @@
 """What a reader must know before trusting a number: findings over finished results."""
 
-from eval.results import AcceptanceResult, Flag, ReplayResult, Results, SampledReplay
+from eval.facts import Flag
+from eval.results import AcceptanceResult, ReplayResult, Results, SampledReplay
 from eval.verdict import deviation_message
 
 LOOPING_SHARE = 0.25  # of a suite's answers; more than this colours the acceptance of the suite

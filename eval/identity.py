@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from eval.exactness import arithmetic_of
-from eval.results import DrafterFacts, SuiteFacts, TargetFacts
+from eval.facts import DrafterFacts, SuiteFacts, TargetFacts
 from eval.suites import EvalPrompt
 from specdec_runtime.draft import Drafter
 from specdec_runtime.model import CausalModel

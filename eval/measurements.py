@@ -1,34 +1,34 @@
 """The measurements of an evaluation, each kept on disk once it is done (parts.py)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from eval.config import EvaluationConfig
 from eval.costs import measure_costs
 from eval.exactness import self_draft_acceptance
+from eval.facts import DrafterFacts
+from eval.former_failures import asked_again
 from eval.inspection import AnswerScores, score_answer
+from eval.on_request import FormerFailures, PolicyResult, RivalResult, SweepPoint
 from eval.parts import Parts
 from eval.policies import compare_policies, policies, record
 from eval.progress import Stage
 from eval.reference import Reference, find_baseline, noise_tolerance, reference_checks
-from eval.replay import Answer, Proposals, replay
+from eval.replay import Answer, Proposals, is_replayable, replay
 from eval.results import (
     AcceptanceResult,
     BaselineCandidate,
     CostResult,
-    DrafterFacts,
     IdentityCheck,
-    PolicyResult,
     ReplayedLength,
     ReplayResult,
-    RivalResult,
     SamplingCheck,
-    SweepPoint,
 )
 from eval.rivals import measure_rival
 from eval.sampling_check import sampling_checks
 from eval.suites import EvalPrompt, spread
 from eval.sweeps import batch_sweep, context_sweep
+from eval.trace import WeakPrefix
 from eval.what_if import draft_weights, memory_bandwidth, pass_weights
 from specdec_runtime.auto_length import time_passes
 from specdec_runtime.draft import Drafter
@@ -162,6 +162,23 @@ def compared_policies(
         )
 
     return setting.parts.get(f"policies {name} {suite}", list[PolicyResult], compute)
+
+
+def former_failures(setting: Setting, failures: Sequence[WeakPrefix]) -> list[FormerFailures]:
+    """Every drafter that can be replayed, at places where an earlier one failed."""
+    drafters = {name: one for name, one in setting.drafters.items() if is_replayable(one)}
+
+    def compute() -> list[FormerFailures]:
+        found = []
+        with setting.stage("places where an earlier drafter failed", len(drafters)) as advance:
+            for name, drafter in drafters.items():
+                found.append(
+                    asked_again(setting.target, drafter, failures, name=name, **setting.bootstrap)
+                )
+                advance(1)
+        return found
+
+    return setting.parts.get("former failures", list[FormerFailures], compute)
 
 
 def rival(setting: Setting, facts: DrafterFacts, num_draft_tokens: int) -> list[RivalResult]:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from eval.cost_model import RoundCosts, predicted_speedup
+from eval.on_request import PolicyResult
 from eval.replay import Answer, common_prefix, position_session
-from eval.results import PolicyResult
 from specdec_runtime.draft import Drafter
 from specdec_runtime.draft_length import (
     ConfidenceThreshold,

@@ -29,7 +29,7 @@ def difference_table(results: Results) -> Table:
                 Cell(one.drafter),
                 Cell(one.suite),
                 Cell(f"{one.temperature:g}"),
-                Cell(f"{one.first:.2f} to {one.second:.2f}"),
+                Cell(f"{one.second:.2f} against {one.first:.2f}"),
                 interval(one.difference),
                 Cell("yes" if one.is_sure else "no"),
             ]
@@ -40,6 +40,22 @@ def difference_table(results: Results) -> Table:
             "what prompts do to both drops out. Sure: the 95 % interval leaves out 0."
         ),
         text_columns=frozenset({0, 1}),
+    )
+
+
+def former_failures_table(results: Results) -> Table:
+    """Places where an earlier drafter failed."""
+    return Table(
+        "Where an earlier drafter failed",
+        ["drafter", "right now", "places"],
+        [
+            [Cell(one.drafter), interval(one.right), Cell(f"{one.num_right} of {one.num_prefixes}")]
+            for one in results.former_failures
+        ],
+        note=(
+            "The earlier drafter was wrong at all of them. A drafter that errs elsewhere is right at "
+            "some of them without having learnt anything: compare with the agreement above."
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from eval.report_extras import (
     breakdown_table,
     definition_table,
     difference_table,
+    former_failures_table,
     policy_table,
     rival_table,
     sweep_table,
@@ -90,7 +91,9 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
             "Along the target's own greedy texts: agreement is the share of tokens that the "
             "drafter would have proposed. failures.jsonl holds the places where the two agree "
             "least, as prefixes that the next run can train on.",
-            _breakdown(results) + _weak_table(weak),
+            _breakdown(results)
+            + _weak_table(weak)
+            + _table(former_failures_table(results), titled=True),
         ),
         _section(
             "In other settings",
@@ -259,7 +262,11 @@ def _costs(results: Results) -> str:
     main = _main_prediction(results)
     if main is None:
         return _table(cost_table(results))
-    return decomposition_plots(results, main) + _tables(what_if_table(main), cost_table(results))
+    assumed = _table(what_if_table(main))
+    details = (
+        f"<details><summary>What each &quot;if&quot; takes for granted</summary>{assumed}</details>"
+    )
+    return decomposition_plots(results, main) + details + _table(cost_table(results))
 
 
 def _main_prediction(results: Results) -> Prediction | None:

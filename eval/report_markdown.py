@@ -2,6 +2,7 @@
 
 from eval.report_extras import (
     difference_table,
+    former_failures_table,
     policy_table,
     rival_table,
     sweep_table,
@@ -50,7 +51,12 @@ def render_markdown(results: Results) -> str:
         tables.append(length_table(results, verdict.drafter, verdict.suite))
         key = (verdict.drafter, verdict.suite)
         tables += [what_if_table(p) for p in results.predictions if (p.drafter, p.suite) == key]
-    tables += [policy_table(results), rival_table(results), sweep_table(results)]
+    tables += [
+        former_failures_table(results),
+        policy_table(results),
+        rival_table(results),
+        sweep_table(results),
+    ]
     tables += [serving_table(results), facts_table(results)]
     return "\n".join([*lines, *(markdown_table(table) for table in tables if table.rows)])
 

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eval.cost_model import RoundCosts, Step
+from eval.facts import DrafterFacts, Flag, SuiteFacts, TargetFacts
 from eval.intervals import Interval
+from eval.on_request import FormerFailures, PolicyResult, RivalResult, SweepPoint
 
 SCHEMA_VERSION = 1
 
@@ -313,56 +315,6 @@ class SpeedResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyResult:
-    """A draft-length policy on the target's greedy texts; speedup: predicted from measured costs.
-
-    threshold, max_draft_tokens: of a policy that drafts on while it is surer than that.
-    """
-
-    drafter: str
-    suite: str
-    policy: str
-    num_rounds: int
-    num_accepted: int
-    mean_drafted: float
-    acceptance_length: float
-    speedup: float
-    threshold: float | None = None
-    max_draft_tokens: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RivalResult:
-    """Another program decoding with the same drafter; num_identical: texts equal to ours."""
-
-    drafter: str
-    suite: str
-    program: str
-    num_draft_tokens: int
-    num_prompts: int
-    num_identical: int
-    ms_per_token: float
-    rival_ms_per_token: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepPoint:
-    """Plain and speculative decoding at one batch size and context length, prefill excluded.
-
-    measured: by the clock; else predicted from the costs measured there.
-    """
-
-    drafter: str
-    batch_size: int
-    context_tokens: int
-    num_draft_tokens: int
-    plain_tokens_per_s: float
-    tokens_per_s: float
-    speedup: float
-    measured: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class LengthPrediction:
     """The cost model at one draft length."""
 
@@ -416,50 +368,6 @@ class Verdict:
     next_step: str
 
 
-@dataclass(frozen=True)
-class Flag:
-    """Something the reader must know. level: "error" (do not trust), "warning" or "note"."""
-
-    level: str
-    code: str
-    message: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetFacts:
-    """The target as evaluated."""
-
-    name: str
-    revision: str | None
-    fingerprint: str
-    engine: str
-    dtype: str
-    num_layers: int
-    hidden_size: int
-    vocab_size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterFacts:
-    """A drafter as evaluated; `folder` is None where it has none. free: needs no training."""
-
-    name: str
-    kind: str
-    folder: str | None
-    free: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class SuiteFacts:
-    """The prompts of one suite that were used, and how many were left out as too long."""
-
-    name: str
-    num_prompts: int
-    num_too_long: int
-    mean_prompt_tokens: float
-    categories: dict[str, int]
-
-
 @dataclass(kw_only=True)
 class Results:
     """Everything an evaluation found. `complete` is false while it runs or after it was stopped."""
@@ -484,6 +392,7 @@ class Results:
     sampled_replay: list[SampledReplay] = field(default_factory=list)
     differences: list[DrafterDifference] = field(default_factory=list)
     breakdown: list[BreakdownResult] = field(default_factory=list)
+    former_failures: list[FormerFailures] = field(default_factory=list)
     costs: list[CostResult] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
     policies: list[PolicyResult] = field(default_factory=list)

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from eval.facts import DrafterFacts
+from eval.on_request import RivalResult
 from eval.reference import Reference
-from eval.results import DrafterFacts, RivalResult
 from eval.speed import Decode, Timing, speculative_decode, time_interleaved, transformers_decode
 from eval.suites import EvalPrompt
 from specdec_runtime.draft import Drafter

@@ -28,6 +28,7 @@ from eval.budget import (
 from eval.conclusions import conclude
 from eval.config import EvaluationConfig
 from eval.exactness import Texts, compare
+from eval.facts import Flag
 from eval.identity import drafter_facts, machine_facts, peak_memory, suite_facts, target_facts
 from eval.inspection import AnswerScores, trace_answers, weak_prefixes
 from eval.measured_acceptance import answers_of, greedy_acceptance, plain, sampled_acceptance
@@ -38,14 +39,7 @@ from eval.progress import Stage, terminal_stage
 from eval.reference import Reference, own_decoder, plain_decoders
 from eval.replay import Answer, is_replayable
 from eval.report import write_report, write_results
-from eval.results import (
-    SCHEMA_VERSION,
-    AcceptanceResult,
-    Flag,
-    IdentityCheck,
-    ReplayedLength,
-    Results,
-)
+from eval.results import SCHEMA_VERSION, AcceptanceResult, IdentityCheck, ReplayedLength, Results
 from eval.suites import EvalPrompt, as_prompts, fitting, spread, write_prompts
 from eval.timing import SuiteTiming, time_suite
 from eval.trace import Trace, WeakPrefix
@@ -65,6 +59,7 @@ def evaluate(
     *,
     folder: Path | None = None,
     drafter_folders: Mapping[str, str] | None = None,
+    failures: Sequence[WeakPrefix] = (),
     notes: Sequence[Flag] = (),
     stage: Stage = terminal_stage,
 ) -> Results:
@@ -77,6 +72,7 @@ def evaluate(
         folder: where results.json, report.html, ... go; parts of an interrupted evaluation of the
             same inputs are picked up there. None writes nothing.
         drafter_folders: where drafters were loaded from, for the record.
+        failures: places where an earlier drafter failed, to be asked again.
         notes: what the caller has found already, shown with the results.
         stage: progress display of each part.
 
@@ -109,7 +105,7 @@ def evaluate(
     setting = Setting(target, used, kept, config, parts, stage, Reference(target))
     too_long = {name: len(suites[name]) - len(fitted[name]) for name in suites}
     evaluation = _Evaluation(setting, results, folder, too_long)
-    evaluation.notes += notes
+    evaluation.notes, evaluation.failures = list(notes), failures
     return evaluation.run()
 
 
@@ -139,6 +135,7 @@ class _Evaluation:
         self.lengths: dict[tuple[str, str], list[ReplayedLength]] = {}
         self.scores: dict[tuple[str, str], list[AnswerScores] | None] = {}
         self.notes: list[Flag] = []
+        self.failures: Sequence[WeakPrefix] = ()
 
     def run(self) -> Results:
         self.plan()
@@ -316,6 +313,8 @@ class _Evaluation:
     def look_further(self) -> None:
         """What is measured on request: the same drafters in transformers, batches, contexts."""
         setting, config = self.setting, self.setting.config
+        if self.failures:
+            self.results.former_failures += measurements.former_failures(setting, self.failures)
         first = next(iter(setting.drafters))
         if config.policies and is_replayable(setting.drafters[first]):
             costs = next(c for c in self.results.costs if c.drafter == first)

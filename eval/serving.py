@@ -6,8 +6,9 @@ folder to give them is the export's business: `python -m train.export`.
 
 from dataclasses import dataclass
 
+from eval.facts import DrafterFacts
 from eval.report_tables import Cell, Table
-from eval.results import DrafterFacts, Results
+from eval.results import Results
 
 
 @dataclass(frozen=True)

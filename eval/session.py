@@ -12,11 +12,13 @@ from rich.table import Table as RichTable
 from transformers.utils import logging as transformers_logging
 
 from eval.config import EvalConfig
+from eval.facts import Flag
 from eval.fetched import load_suites
+from eval.former_failures import read_failures
 from eval.records import read_json
 from eval.report_html import main_verdict
 from eval.report_tables import summary_table, texts
-from eval.results import Flag, Results
+from eval.results import Results
 from eval.run import PROMPTS_FILE, evaluate
 from eval.suites import Question, encode, read_questions
 from eval.turns import with_later_turns
@@ -39,6 +41,7 @@ def evaluate_from(config: EvalConfig) -> int:
     specs = drafter_specs(config)
     manifest = first_manifest(specs)
     questions = load_questions(config)
+    failures = read_failures(Path(config.failures)) if config.failures is not None else []
     target = load_target(
         target_name(config, manifest),
         dtype=config.target.dtype,
@@ -66,6 +69,7 @@ def evaluate_from(config: EvalConfig) -> int:
         config.evaluation,
         folder=folder,
         drafter_folders={name: spec for name, spec in specs.items() if Path(spec).exists()},
+        failures=failures,
         notes=template_notes(manifest, target.tokenizer),
     )
     print_summary(results, folder)

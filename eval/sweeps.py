@@ -10,7 +10,8 @@ from statistics import median
 
 from eval.cost_model import best_length, predicted_speedup
 from eval.costs import measure_costs
-from eval.results import ReplayedLength, SweepPoint
+from eval.on_request import SweepPoint
+from eval.results import ReplayedLength
 from eval.suites import EvalPrompt
 from specdec_runtime.auto_length import time_passes
 from specdec_runtime.decode import SpeculativeDecoder

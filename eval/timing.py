@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from eval.config import EvaluationConfig
+from eval.facts import Flag
 from eval.progress import Stage
-from eval.results import Flag, SpeedResult
+from eval.results import SpeedResult
 from eval.speed import (
     NOISY_SPREAD,
     Decode,

@@ -14,6 +14,7 @@ from distill.losses import LossConfig, LossName
 from distill.on_policy import Proposer
 from distill.recipe import RefreshableDrafter
 from distill.signal_forms import SignalForm
+from eval.former_failures import read_failures
 from eval.run import evaluate
 from eval.session import print_summary
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
@@ -258,7 +259,7 @@ def evaluate_folder(
         drafters["lookup"] = load_drafter("lookup", material.target)
         if not isinstance(drafters[name], EarlyExitDrafter):
             drafters[f"lookup, then {name}"] = load_drafter(f"composite:{folder}", material.target)
-    output = job.run_dir / EVALUATION
+    output, prefixes = job.run_dir / EVALUATION, job.config.prompts.prefixes
     results = evaluate(
         material.target,
         drafters,
@@ -266,6 +267,7 @@ def evaluate_folder(
         job.config.evaluation,
         folder=output,
         drafter_folders={name: str(folder)},
+        failures=read_failures(Path(prefixes)) if prefixes is not None else (),
     )
     add_measurements(
         folder,
