@@ -46,7 +46,7 @@ def load_target(
         name: hub id, folder, GGUF file, or a target that Draftloop brings along ("tiny-random",
             "smollm2-135m-instruct"); see `resolve_model`.
         dtype: "auto" = as stored; on CUDA bfloat16 where float32 is stored.
-        device: "auto" = CUDA if present, else CPU.
+        device: "auto" = CUDA if present, else CPU; "spread" = over all devices that there are.
         engine: see `Engine`.
         revision: of the hub repository.
         model_arguments: further arguments of `from_pretrained`: quantization_config, device_map,

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+SPREAD = "spread"  # in place of a device: over all that there are
+
 
 def load_module(
     name: str | Path,
@@ -21,12 +23,13 @@ def load_module(
     Args:
         name: hub id, folder, or GGUF file.
         dtype: "auto" = as stored; on CUDA bfloat16 where float32 is stored.
-        device: "auto" = CUDA if present, else CPU; a device_map in `model_arguments` rules.
+        device: "auto" = CUDA if present, else CPU; "spread" = over all devices that there are, layer
+            by layer (device_map="auto"); a device_map in `model_arguments` rules.
         revision: of the hub repository.
         model_arguments: further arguments of `from_pretrained`.
 
     Raises:
-        ValueError: if there is no such model, or it is not complete.
+        ValueError: if there is no such model or device, or the model is not complete.
     """
     arguments = dict(model_arguments or {})
     path = Path(name)
@@ -35,7 +38,9 @@ def load_module(
     if path.suffix == ".gguf":
         arguments["gguf_file"] = path.name
         name = path.parent
-    chosen = _default_device() if device == "auto" else torch.device(device)
+    if device == SPREAD:
+        arguments.setdefault("device_map", "auto")
+    chosen = _chosen_device(device)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, revision=revision or "main", output_loading_info=True, **arguments
@@ -74,5 +79,12 @@ def load_tokenizer(name: str | Path, *, revision: str | None = None) -> Any:
         raise ValueError(f"no tokenizer can be loaded from {str(name)!r}: {reason}") from error
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def _chosen_device(device: torch.device | str) -> torch.device:
+    if device in ("auto", SPREAD):
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device is {device}, expected auto, cpu, cuda, cuda:1 or the like, or {SPREAD}"
+        ) from None

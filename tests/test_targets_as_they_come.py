@@ -136,6 +136,13 @@ def test_layers_that_wait_on_disk(folder, tmp_path):
     assert check_kept(target) < 1e-5
 
 
+def test_a_target_is_spread_over_all_devices_that_there_are(folder):
+    # Here that is the CPU alone; several places: the test above.
+    assert check_kept(load_target(folder, device="spread", engine="eager")) < 1e-5
+    with pytest.raises(ValueError, match="device is spred, expected auto, cpu"):
+        load_target(folder, device="spred")
+
+
 def test_a_multimodal_target_is_refused_by_name():
     vision = CLIPVisionConfig(
         hidden_size=16,

@@ -28,7 +28,8 @@ class TargetConfig:
     """The model whose output is kept exactly.
 
     model: hub id, local folder, GGUF file, "smollm2-135m-instruct" or "tiny-random".
-    dtype, device, engine: see specdec_runtime.loading.load_target.
+    dtype, device, engine: see specdec_runtime.loading.load_target. The drafter is trained on the
+        device of its process, so device=cuda:1 or spread gives the target others.
     template_options: given to the chat template, as where the target is served.
     """
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from distill.answers import Answer, AnswerSet
 from distill.answers.authors import author_of
 from distill.answers.turns import collect_turns
@@ -92,7 +94,7 @@ def prepare(job: Job) -> Material:
         target = load_target(
             config.target.model,
             dtype=config.target.dtype,
-            device=job.accelerator.device,
+            device=_target_device(config.target.device, job.accelerator.device),
             engine=config.target.engine,
         )
     template = ChatTemplate(target.tokenizer, dict(config.target.template_options))
@@ -110,6 +112,11 @@ def prepare(job: Job) -> Material:
     )
     examples = with_signals(job, target, answers)
     return Material(target, template, prompts, answers, examples)
+
+
+def _target_device(wanted: str, trained_on: torch.device) -> torch.device | str:
+    """Where the target runs: beside the drafter, unless a device of its own is named, or all."""
+    return trained_on if wanted in ("auto", "cpu") else wanted
 
 
 def _require_sound_tokenizer(target: Target, template: ChatTemplate) -> None:
