@@ -1,5 +1,6 @@
 """Settings: every experiment composes, and what is wrong is refused in one line before any load."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,11 @@ def refusal(*overrides: str) -> str:
     line = explain(error.value, TrainConfig)
     assert "\n" not in line
     return line
+
+
+@pytest.fixture(scope="module")
+def distill() -> TrainConfig:
+    return composed("+experiment=distill")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -69,11 +75,11 @@ def test_every_file_of_a_group_says_what_it_is():
         assert lines[0].startswith("# "), path
 
 
-def test_the_baseline_differs_from_distill_in_its_loss_alone():
-    ours, baseline = composed("+experiment=distill"), composed("+experiment=hard_labels")
+def test_the_baseline_differs_from_distill_in_its_loss_alone(distill: TrainConfig):
+    baseline = composed("+experiment=hard_labels")
     assert baseline.loss.name is LossName.hard_labels
-    baseline.loss, baseline.name = ours.loss, ours.name
-    assert baseline == ours
+    baseline.loss, baseline.name = distill.loss, distill.name
+    assert baseline == distill
 
 
 @pytest.mark.parametrize(
@@ -133,10 +139,10 @@ def test_key_paths_hold_nodes_and_leaves():
 
 
 @pytest.mark.parametrize("model", ["smollm2-135m-instruct", "tiny-random", "owner/name", "FOLDER"])
-def test_every_kind_of_target_name_gets_a_plan(model: str, tmp_path: Path):
+def test_every_kind_of_target_name_gets_a_plan(model: str, tmp_path: Path, distill: TrainConfig):
     (tmp_path / "model.safetensors").write_bytes(bytes(4000))
     name = str(tmp_path) if model == "FOLDER" else model
-    config = composed("+experiment=distill", f"target.model={name}")
+    config = replace(distill, target=replace(distill.target, model=name))
     machine = Machine("toy", flops_per_s=1e11, bytes_per_s=1e10)
     stages = planned_stages(config, machine)
     (training_s,) = [stage.seconds for stage in stages if stage.name == "training"]
