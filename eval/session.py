@@ -31,6 +31,7 @@ from specdec_runtime.tokenizers import template_hash
 log = logging.getLogger(__name__)
 
 RUN_TIME = re.compile(r"\d{4}-\d\d-\d\d_")  # how folders of runs start
+COMPOSITE = "composite:"  # in front of a folder: lookup first, that drafter otherwise
 NOT_EXACT = 3  # exit code where speculative decoding did not return the target's text
 
 
@@ -110,10 +111,13 @@ def drafter_specs(config: EvalConfig) -> dict[str, str]:
 
 
 def _unused_name(spec: str, taken: Mapping[str, str]) -> str:
-    """A short name: the folder's own; for runs/NAME/TIME/drafter, NAME."""
-    parts = [part for part in Path(spec).parts if part not in ("/", "drafter", "..", ".")]
+    """A short name: the folder's own; for runs/NAME/TIME/drafter, NAME; of a composite, both."""
+    is_composite = spec.startswith(COMPOSITE)
+    path = Path(spec.removeprefix(COMPOSITE))
+    parts = [part for part in path.parts if part not in ("/", "drafter", "..", ".")]
     named = [part for part in parts if not RUN_TIME.match(part)]
-    name = first = named[-1] if named else spec
+    name = named[-1] if named else spec
+    name = first = f"lookup, then {name}" if is_composite else name
     number = 2
     while name in taken:
         name, number = f"{first} ({number})", number + 1

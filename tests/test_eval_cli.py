@@ -189,6 +189,8 @@ def test_lookup_is_always_shown_and_none_is_no_drafter():
         "x": "runs/x/drafter",
         "lookup": "lookup",
     }
+    composite = settings(drafter="a/m", drafters=["composite:a/m"], lookup=False)
+    assert drafter_specs(composite) == {"m": "a/m", "lookup, then m": "composite:a/m"}
     two = drafter_specs(settings(drafter="none", drafters=["a/m", "b/m"], lookup=False))
     assert two == {"m": "a/m", "m (2)": "b/m"}
     with pytest.raises(ValueError, match="name a drafter"):
