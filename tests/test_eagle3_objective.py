@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from distill.batches import Batch, BatchStream, Example, collate
 from distill.draft_vocab import DraftVocab, full_vocab
 from distill.eagle3_unroll import step_mask, unrolled
-from distill.features import record_features
+from distill.features import FeatureFolder, record_features
 from distill.losses import LossConfig, LossName
 from distill.objectives.eagle3 import Eagle3Recipe, Eagle3Settings, default_layer_ids, make
 from distill.recipe import TargetParts
@@ -53,7 +53,7 @@ def written_by(target: Target, count: int, tmp_path, *, length: int = 24, **samp
         rows = live_rows(target.model, ids[None], lengths, positions, real_vocab_size=64)
         examples.append(Example(str(number), ids, PROMPT_LENGTH, rows))
     layers = default_layer_ids(target.model.num_layers)
-    return record_features(target.model, examples, layers, tmp_path / "features")
+    return record_features(target.model, examples, FeatureFolder(tmp_path / "features", layers))
 
 
 def train(recipe: Eagle3Recipe, batch: Batch, steps: int, loss: LossName) -> None:
@@ -183,10 +183,10 @@ def test_held_out_overlap_is_the_acceptance_of_first_drafts(target, tmp_path):
 
 def test_features_are_recorded_once_and_found_again(target, tmp_path):
     examples = written_by(target, 4, tmp_path, length=6)
-    folder = tmp_path / "features"
-    files = sorted(folder.glob("*.safetensors"))
-    again = record_features(None, examples, (2,), folder)  # no pass is needed
-    assert sorted(folder.glob("*.safetensors")) == files
+    kept = FeatureFolder(tmp_path / "features", default_layer_ids(4))
+    files = sorted(kept.folder.glob("*.safetensors"))
+    again = record_features(None, examples, kept)  # no pass is needed
+    assert sorted(kept.folder.glob("*.safetensors")) == files
     assert torch.equal(again[2].features, examples[2].features)
     with torch.no_grad():
         module: PreTrainedModel = target.model.module
@@ -196,7 +196,7 @@ def test_features_are_recorded_once_and_found_again(target, tmp_path):
     assert torch.allclose(again[2].features.float(), expected, atol=2e-2)
     files[0].write_bytes(b"no tensors")
     with pytest.raises(ValueError, match="damaged"):
-        record_features(None, examples, (2,), folder)
+        record_features(None, examples, kept)
 
 
 def test_what_can_not_be_trained_is_refused(target, tmp_path):
