@@ -132,7 +132,7 @@ def test_a_solved_start_overlaps_more_than_a_random_one_at_every_step(target, tm
     held_out = collate(examples[40:])
     overlaps = {}
     for solved in (False, True):
-        recipe = recipe_for(target, solve_start=solved)
+        recipe = recipe_for(target, solve_start=solved, steps=3)
         recipe.put_start(recipe.solve_start(examples[:40]))
         counts = recipe.objective(LossConfig())(recipe.module, held_out).counts
         names = ("overlap", "overlap_step_2", "overlap_step_3")
