@@ -16,7 +16,7 @@ TIMED_SHARE = 0.35  # of the time limit that timing may always use
 REFERENCE_SHARE = 0.1  # of the time limit, at most, for decoding with transformers
 SCORING = 1.5  # of a pass over a text: the whole vocabulary at every position, and its sums
 REPLAY = 0.25  # of a pass over a text: what a drafter would have proposed along it
-OTHER_PASSES = 400  # passes over one token: baselines, the target as its own drafter, traces
+OTHER_PASSES = 1000  # passes over one token: baselines, sampling rules, self-draft, traces
 
 
 @dataclass(frozen=True)

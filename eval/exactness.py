@@ -20,6 +20,7 @@ from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.model import CausalModel
 from specdec_runtime.target import Target
 
+AGAINST_PLAIN = "speculative against plain decoding"  # how names of such checks begin
 SELF_DRAFT_MINIMUM = 0.98  # what the target as its own drafter must reach; ties may cost a little
 # The top two logits can both move, and each by more than what one answer happened to show.
 NOISE_MARGIN = 4.0

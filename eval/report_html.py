@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import shorten
 
 from eval.breakdown import BY_CATEGORY, BY_CLASS, BY_CONTEXT, BY_ENTROPY, BY_POSITION
+from eval.exactness import AGAINST_PLAIN
 from eval.report_extras import (
     baseline_table,
     breakdown_table,
@@ -199,9 +200,15 @@ def _tiles(results: Results) -> str:
         why = "by measured costs" if best else "plain decoding is faster"
         tiles.append(("draft length to use", str(best) if best else "none", why))
     certificate = next((c for c in results.exactness if c.drafter == name), None)
-    if certificate is not None and certificate.checks:
-        check = certificate.checks[0]
-        same = f"{check.num_identical} of {check.num_prompts}"
+    checks = (
+        [c for c in certificate.checks if c.name.startswith(AGAINST_PLAIN)] if certificate else []
+    )
+    if certificate is not None and checks:
+        identical, compared = (
+            sum(counts)
+            for counts in zip(*((c.num_identical, c.num_prompts) for c in checks), strict=True)
+        )
+        same = f"{identical} of {compared}"
         tiles.append(("texts identical to plain decoding", same, certificate.dtype))
     speed = next((s for s in results.speed if s.drafter == name), None)
     if speed is not None and speed.speedup is not None:

@@ -27,7 +27,7 @@ from eval.budget import (
 )
 from eval.conclusions import conclude
 from eval.config import EvaluationConfig
-from eval.exactness import Texts, compare
+from eval.exactness import AGAINST_PLAIN, Texts, compare
 from eval.facts import Flag
 from eval.identity import drafter_facts, machine_facts, peak_memory, suite_facts, target_facts
 from eval.inspection import AnswerScores, trace_answers, weak_prefixes
@@ -279,7 +279,7 @@ class _Evaluation:
         """Speculative against plain texts of some prompts of a suite."""
         ids = [p.id for p in self.setting.suites[suite]]
         expected = dict(zip(ids, self.texts[suite].token_ids, strict=True))
-        title = f"speculative against plain decoding, {suite}, {num_draft_tokens} drafted"
+        title = f"{AGAINST_PLAIN}, {suite}, {num_draft_tokens} drafted"
         texts = Texts(title, [expected[p.id] for p in prompts], found)
         check = compare(self.setting.target, prompts, texts, tolerance=self.tolerance)
         self.checks[name].append(check)
