@@ -203,14 +203,16 @@ def check_folder(job: Job, material: Material, training: Training, folder: Path)
     job.stage = "wiring"
     recipe, config = training.start.recipe, job.config
     restore_weights(read_checkpoint(job.run_dir / "best"), training.parts.whole)
-    written = recipe.written(training.start.target_dtype)
+    # Frozen parts are read when the objective is made: also they have to be those that were written.
+    written = recipe.snapshot()
+    written.module = recipe.written(training.start.target_dtype).float()
     drafter = load_drafter(folder, material.target, engine=config.target.engine)
     assert drafter is not None
     found = check_wiring(
         material.target,
         drafter,
-        recipe.objective(LossConfig(name=LossName.forward_kl, temperature=1.0)),
-        written.float(),
+        written.objective(LossConfig(name=LossName.forward_kl, temperature=1.0)),
+        written.module,
         training.selection,
         feature_layers=recipe.feature_layers,
         num_draft_tokens=config.acceptance.num_draft_tokens,
