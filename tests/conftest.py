@@ -18,7 +18,16 @@ VOCAB_SIZE = 64
 
 # With `-n 2`: what takes long to set up comes first, so that nothing long is left for the end, and
 # what shares a set-up stays together.
-FIRST = ("test_train_cli", "test_compiled", "test_eval_cli", "test_recurrent", "test_greedy_decode")
+FIRST = (
+    "test_train_cli",
+    "test_checkpoint",  # these three share a server of processes
+    "test_loop",
+    "test_processes",
+    "test_compiled",
+    "test_eval_cli",
+    "test_recurrent",
+    "test_greedy_decode",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

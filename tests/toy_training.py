@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from train.checkpoint import Checkpoints, TrainState
@@ -33,23 +32,19 @@ PRELOADED = ["accelerate", "torch._dynamo", "torch.distributed.fsdp", "pytest", 
 
 
 def forked(function: Callable[..., None], *arguments: object) -> BaseProcess:
-    """A started process that has imported everything: a fork of this one.
+    """A started process that has imported everything: the fork of a server that did nothing else.
 
-    Where there is a device, autograd has threads for it that no fork survives; there it is the fork
-    of a server that has done nothing but import.
+    (A fork of this one would start at once, and hangs now and then: tests have left threads in it.)
     """
-    has_device = torch.accelerator.is_available()
-    context = multiprocessing.get_context("forkserver" if has_device else "fork")
+    context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=_as_first, args=(function, *arguments))
+    process = context.Process(target=_on_one_thread, args=(function, *arguments))
     process.start()
     return process
 
 
-def _as_first(function: Callable[..., None], *arguments: object) -> None:
-    """As in a process where no test has run."""
+def _on_one_thread(function: Callable[..., None], *arguments: object) -> None:
     torch.set_num_threads(1)
-    AcceleratorState._reset_state(reset_partial_state=True)
     function(*arguments)
 
 
