@@ -9,6 +9,7 @@ Units: seconds, and passes of the target over one token.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
@@ -57,6 +58,7 @@ def measure_costs(
     for k in range(1, max_draft_tokens + 1):
         seen = drafted.verify_s.get(k, [])
         verify_s.append(median(seen) if len(seen) >= ENOUGH_ROUNDS else scale * pass_s[k])
+    verify_s[1:] = no_dearer_than_longer(verify_s[1:])
     start_s, token_s = fit_line(
         {k: median(seen) for k, seen in drafted.draft_s.items() if k and len(seen) >= ENOUGH_ROUNDS}
     )
@@ -78,6 +80,12 @@ def measure_costs(
             plain_overhead=plain_token_s / target_s - 1.0,
         ),
     )
+
+
+def no_dearer_than_longer(seconds: Sequence[float]) -> list[float]:
+    """Seconds of passes over more and more tokens, none above those behind it: a pass over fewer
+    tokens does less, so where it took longer something else was running."""
+    return list(accumulate(reversed(seconds), min))[::-1]
 
 
 def _run(

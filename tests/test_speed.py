@@ -7,7 +7,7 @@ import pytest
 from eval.acceptance import measure_acceptance
 from eval.budget import Amounts, describe, estimate, fit_prompts, total
 from eval.config import EvaluationConfig
-from eval.costs import measure_costs, run_lengths
+from eval.costs import measure_costs, no_dearer_than_longer, run_lengths
 from eval.progress import silent_stage
 from eval.reference import Reference, find_baseline, own_decoder, plain_decoders
 from eval.speed import (
@@ -203,3 +203,8 @@ def test_drafters_that_are_replayed_leave_time_for_more_prompts():
     config = EvaluationConfig()
     replayed_prompts = fit_prompts(passes, amounts, config).num_prompts
     assert fit_prompts(passes, decoded, config).num_prompts < replayed_prompts
+
+
+def test_a_disturbed_pass_is_no_reason_for_longer_drafts():
+    assert no_dearer_than_longer([1.34, 1.58, 1.06, 1.2, 2.0]) == [1.06, 1.06, 1.06, 1.2, 2.0]
+    assert no_dearer_than_longer([1.0, 1.1, 1.3]) == [1.0, 1.1, 1.3]
