@@ -191,7 +191,8 @@ def _tiles(results: Results) -> str:
             (
                 "tokens a round",
                 value.text,
-                f"{value.range or 'no interval'}, greedy, {greedy.suite}",
+                f"{value.range or 'no interval'}, greedy, {greedy.num_draft_tokens} drafted, "
+                f"{greedy.suite}",
             )
         )
     prediction = next((p for p in results.predictions if p.drafter == name), None)
