@@ -4,9 +4,29 @@ Shapes: b rows, F states of a row, A layers of the target, D hidden size.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
+
+from specdec_runtime.target import Target
+
+
+def require_states_of(config: PretrainedConfig, folder: str | Path, target: Target) -> None:
+    """Compares what a drafter reads with what a target has.
+
+    Raises:
+        ValueError: if the states have another size, or the target is not as deep.
+    """
+    wanted, found = config.target_hidden_size, target.model.hidden_size
+    deepest = config.eagle_aux_hidden_state_layer_ids[-1]
+    if wanted != found or deepest > target.model.num_layers:
+        raise ValueError(
+            f"{folder} reads states of size {wanted}, the deepest after {deepest} layers; "
+            f"{target.name} has {found} and {target.model.num_layers}: "
+            "expected a drafter trained for this target"
+        )
 
 
 class HandedOver:

@@ -202,5 +202,9 @@ def test_a_folder_of_another_kind_or_size_is_refused(tmp_path):
     made.save_pretrained(tmp_path / "other")
     with pytest.raises(RuntimeError):
         load_eagle3(tmp_path / "other")
+    network().save_pretrained(tmp_path / "whole")
+    shallow = Target(model=HFModel(tiny_llama(0, num_layers=2)), eos_token_ids=(2,))
+    with pytest.raises(ValueError, match="expected a drafter trained for this target"):
+        load(tmp_path / "whole", shallow, engine="eager", settings={})
     with pytest.raises(ValueError, match="one row a token"):
         Eagle3Drafter(network(), draft_vocab=KEPT[1:], engine="eager")

@@ -7,10 +7,8 @@ the embeddings, which are the target's, and the head unless asked for.
 Shapes: B rows, S tokens, N loss positions, D hidden size, n draft vocabulary.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +17,11 @@ from distill.batches import Batch, Example
 from distill.drafted_steps import drafted_terms, loss_places
 from distill.eagle3_start import solve_start
 from distill.eagle3_unroll import unrolled
-from distill.losses import LossConfig, LossName
+from distill.losses import LossConfig
 from distill.objective import Objective, Terms
-from distill.recipe import DraftSettings, TargetParts, as_written
+from distill.recipe import DraftSettings, TargetParts
 from distill.signals import TargetHead
+from distill.state_recipe import StateRecipe
 from specdec_runtime.drafters.eagle3 import Eagle3Drafter
 from specdec_runtime.eagle3_network import NORMS, Eagle3Network, eagle3_config
 from specdec_runtime.engines import Engine
@@ -111,57 +110,18 @@ def make(settings: Eagle3Settings, parts: TargetParts) -> "Eagle3Recipe":
     return Eagle3Recipe(settings, parts, network)
 
 
-class Eagle3Recipe:
+class Eagle3Recipe(StateRecipe):
     """An EAGLE-3 drafter under training; see `distill.recipe.Recipe`."""
 
-    def __init__(self, settings: Eagle3Settings, parts: TargetParts, module: Eagle3Network) -> None:
-        self.module = module
-        self.feature_layers = tuple(module.config.eagle_aux_hidden_state_layer_ids)
-        self._settings = settings
-        self._parts = parts
-
-    def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        if not self._settings.solve_start:
-            return {}
-        config = self.module.config
-        carrying = config.num_attention_heads - self._settings.context_heads
+    def _solve(self, examples: Sequence[Example]) -> None:
+        carrying = self.module.config.num_attention_heads - self._settings.context_heads
         solve_start(self.module, examples, carrying)
-        return {
-            name: tensor.detach()
-            for name, tensor in self.module.state_dict().items()
-            if not name.startswith("model.embed_tokens.")
-        }
 
-    def put_start(self, computed: dict[str, Tensor]) -> None:
-        if computed:
-            self.module.load_state_dict(computed, strict=False)
-
-    def objective(self, loss: LossConfig) -> Objective:
-        if loss.selection.reference is not None or loss.name is LossName.expected_length:
-            raise ValueError(
-                "draft.kind=eagle3 trains all positions of every step: loss.selection and "
-                "loss.name=expected_length are for causal_lm drafters"
-            )
-        device = next(self.module.parameters()).device
-        return objective(self._settings, self._parts.head.to(device), loss)
+    def _objective(self, target_head: TargetHead, loss: LossConfig) -> Objective:
+        return objective(self._settings, target_head, loss)
 
     def drafter(self, *, engine: Engine) -> Eagle3Drafter:
-        vocab = self._parts.vocab
-        rows = None if vocab.is_full else vocab.token_ids
-        return Eagle3Drafter(self.module, draft_vocab=rows, engine=engine)
-
-    def snapshot(self) -> "Eagle3Recipe":
-        return Eagle3Recipe(self._settings, self._parts, copy.deepcopy(self.module))
-
-    def written(self, dtype: torch.dtype) -> Eagle3Network:
-        written = copy.deepcopy(self.module)
-        return as_written(written, dtype, self._settings)
-
-    def writing_report(self, written: Eagle3Network) -> dict[str, float]:
-        return {}
-
-    def kind_config(self) -> dict[str, Any]:
-        return {}
+        return Eagle3Drafter(self.module, draft_vocab=self._draft_rows, engine=engine)
 
     def compile(self) -> None:
         self.module.model.layer.mlp.compile(dynamic=True)

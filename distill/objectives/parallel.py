@@ -11,10 +11,8 @@ what it learns does not change what is drafted.
 Shapes: N loss positions, D hidden size, n draft vocabulary, R rank.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +20,14 @@ from torch import Tensor, nn
 
 from distill.batches import Batch, Example
 from distill.drafted_steps import drafted_terms, loss_places
-from distill.losses import TARGET_FREE, LossConfig, LossName
+from distill.losses import TARGET_FREE, LossConfig
 from distill.objective import Objective, Terms
 from distill.objectives.eagle3 import default_layer_ids
 from distill.parallel_blocks import block_states
 from distill.parallel_start import solve_start
-from distill.recipe import DraftSettings, TargetParts, as_written
+from distill.recipe import DraftSettings, TargetParts
 from distill.signals import TargetHead
+from distill.state_recipe import StateRecipe
 from distill.weighing import PerPosition
 from specdec_runtime.drafters.parallel import ParallelDrafter
 from specdec_runtime.engines import Engine
@@ -109,61 +108,20 @@ def make(settings: ParallelSettings, parts: TargetParts) -> "ParallelRecipe":
     return ParallelRecipe(settings, parts, network)
 
 
-class ParallelRecipe:
+class ParallelRecipe(StateRecipe):
     """A parallel drafter under training; see `distill.recipe.Recipe`."""
 
-    def __init__(
-        self, settings: ParallelSettings, parts: TargetParts, module: ParallelNetwork
-    ) -> None:
-        self.module = module
-        self.feature_layers = tuple(module.config.eagle_aux_hidden_state_layer_ids)
-        self._settings = settings
-        self._parts = parts
-
-    def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
-        if not self._settings.solve_start:
-            return {}
+    def _solve(self, examples: Sequence[Example]) -> None:
+        settings = self._settings
         solve_start(
-            self.module,
-            examples,
-            context_heads=self._settings.context_heads,
-            steps=self._settings.steps,
+            self.module, examples, context_heads=settings.context_heads, steps=settings.steps
         )
-        return {
-            name: tensor.detach()
-            for name, tensor in self.module.state_dict().items()
-            if not name.startswith("model.embed_tokens.")
-        }
 
-    def put_start(self, computed: dict[str, Tensor]) -> None:
-        if computed:
-            self.module.load_state_dict(computed, strict=False)
-
-    def objective(self, loss: LossConfig) -> Objective:
-        if loss.selection.reference is not None or loss.name is LossName.expected_length:
-            raise ValueError(
-                "draft.kind=parallel trains all positions of every place: loss.selection and "
-                "loss.name=expected_length are for causal_lm drafters"
-            )
-        device = next(self.module.parameters()).device
-        return objective(self._settings, self._parts.head.to(device), loss)
+    def _objective(self, target_head: TargetHead, loss: LossConfig) -> Objective:
+        return objective(self._settings, target_head, loss)
 
     def drafter(self, *, engine: Engine) -> ParallelDrafter:
-        vocab = self._parts.vocab
-        rows = None if vocab.is_full else vocab.token_ids
-        return ParallelDrafter(self.module, draft_vocab=rows, engine=engine)
-
-    def snapshot(self) -> "ParallelRecipe":
-        return ParallelRecipe(self._settings, self._parts, copy.deepcopy(self.module))
-
-    def written(self, dtype: torch.dtype) -> ParallelNetwork:
-        return as_written(copy.deepcopy(self.module), dtype, self._settings)
-
-    def writing_report(self, written: ParallelNetwork) -> dict[str, float]:
-        return {}
-
-    def kind_config(self) -> dict[str, Any]:
-        return {}
+        return ParallelDrafter(self.module, draft_vocab=self._draft_rows, engine=engine)
 
     def compile(self) -> None:
         self.module.layer.mlp.compile(dynamic=True)

@@ -26,7 +26,7 @@ from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.eagle3_network import Eagle3Network, load_eagle3
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.formats import read_draft_vocab
-from specdec_runtime.handed_over import HandedOver
+from specdec_runtime.handed_over import HandedOver, require_states_of
 from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.native import NativeLinear, NativeModel
 from specdec_runtime.sampling import Sampler
@@ -99,12 +99,7 @@ def load(
     if folder is None:
         raise ValueError("an eagle3 drafter needs a folder with its weights: give eagle3:FOLDER")
     network = load_eagle3(folder, device=target.model.device)
-    wanted, found = network.config.target_hidden_size, target.model.hidden_size
-    if wanted != found:
-        raise ValueError(
-            f"{folder} reads states of size {wanted}, those of {target.name} have {found}: "
-            "expected a drafter trained for this target"
-        )
+    require_states_of(network.config, folder, target)
     return Eagle3Drafter(
         network,
         draft_vocab=read_draft_vocab(folder),

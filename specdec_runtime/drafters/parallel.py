@@ -27,7 +27,7 @@ from specdec_runtime.draft_length import LengthRound
 from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.formats import read_draft_vocab
-from specdec_runtime.handed_over import HandedOver
+from specdec_runtime.handed_over import HandedOver, require_states_of
 from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.native import NativeLinear, NativeModel
 from specdec_runtime.parallel_network import ParallelNetwork, load_parallel
@@ -124,14 +124,7 @@ def load(
     if folder is None:
         raise ValueError("a parallel drafter needs a folder with its weights: give parallel:FOLDER")
     network = load_parallel(folder, device=target.model.device)
-    wanted, found = network.config.target_hidden_size, target.model.hidden_size
-    deepest = network.config.eagle_aux_hidden_state_layer_ids[-1]
-    if wanted != found or deepest > target.model.num_layers:
-        raise ValueError(
-            f"{folder} reads states of size {wanted}, the deepest after {deepest} layers; "
-            f"{target.name} has {found} and {target.model.num_layers}: "
-            "expected a drafter trained for this target"
-        )
+    require_states_of(network.config, folder, target)
     return ParallelDrafter(
         network,
         draft_vocab=read_draft_vocab(folder),
