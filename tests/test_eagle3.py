@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec_runtime import native
 from specdec_runtime.decode import SpeculativeDecoder
@@ -131,6 +132,21 @@ def test_the_engines_agree_and_a_row_has_its_bits_in_any_batch():
     features = torch.randn(5, 96, generator=generator)
     assert torch.equal(linear(features)[2], linear(features[2]))
     assert torch.allclose(linear(features), made.model.fc(features), atol=1e-4)
+
+
+@needs_native
+@pytest.mark.parametrize("size", [32, 40])  # of each state: whole panels of 16, and not
+def test_states_are_normed_and_fused_in_one_call(size):
+    norms = [LlamaRMSNorm(size, eps=1e-5) for _ in range(3)]
+    for factor, norm in enumerate(norms, start=1):
+        nn.init.normal_(norm.weight, std=factor)
+    fc = nn.Linear(3 * size, 24, bias=False)
+    states = torch.randn(4, 5, 3 * size) * 100
+    fused = native.NativeLinear(fc, norms)
+    normed = [norm(part) for norm, part in zip(norms, states.chunk(3, dim=-1), strict=True)]
+    assert torch.allclose(fused(states), fc(torch.cat(normed, dim=-1)), atol=1e-4)
+    assert torch.equal(fused(states)[2, 3], fused(states[2, 3]))
+    assert not torch.allclose(fused(states), native.NativeLinear(fc)(states), atol=1)
 
 
 @needs_native

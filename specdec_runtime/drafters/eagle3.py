@@ -74,15 +74,17 @@ class Eagle3Drafter:
             self.network, engine=self._engine, head_token_ids=self.draft_vocab
         )
         decoder = self.network.model
-        is_native = isinstance(self.model, NativeModel)
-        self._fc: Callable[[Tensor], Tensor] = NativeLinear(decoder.fc) if is_native else decoder.fc
+        self._fc: Callable[[Tensor], Tensor] = decoder.fuse
+        if isinstance(self.model, NativeModel):
+            self._fc = NativeLinear(decoder.fc, list(decoder.fc_norm))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
         """[..., A * D] states of the target -> [..., D] float32."""
-        decoder = self.network.model
-        features = features.to(device=decoder.fc.weight.device, dtype=decoder.fc.weight.dtype)
-        return self._fc(decoder.normed_features(features)).float()
+        if isinstance(self._fc, NativeLinear):
+            return self._fc(features)
+        weight = self.network.model.fc.weight
+        return self._fc(features.to(device=weight.device, dtype=weight.dtype)).float()
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "Eagle3Session":
         return Eagle3Session(self, self.model.new_cache(batch_size, capacity), batch_size, sampler)

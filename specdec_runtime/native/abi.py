@@ -97,6 +97,7 @@ def decoder() -> ctypes.CDLL:
         "check": [cache, request, c_int64, c_int64, c_int64, POINTER(c_int64)],
         "forward": [model, cache, request],
         "logits": [model, c_void_p, c_int64, c_int64, c_void_p],
+        "normed_logits": [model, POINTER(c_void_p), c_int64, c_void_p, c_int64, c_int64, c_void_p],
         "greedy_chain": [model, cache, request, c_int64, c_void_p],
         "keep_path": [model, cache, c_int64, c_int64, c_void_p, c_int64],
     }

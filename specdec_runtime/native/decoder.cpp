@@ -587,6 +587,20 @@ void draftloop_logits(const Model* model, const float* hidden, int64_t rows, int
     });
 }
 
+// The same of rows that are made of equally long parts, each normed with weights of its own first:
+// norms [parts] of [D / parts rounded up to 16].
+void draftloop_normed_logits(const Model* model, const float* const* norms, int64_t parts,
+                             const float* hidden, int64_t rows, int64_t threads, float* logits) {
+    const int64_t size = model->hidden_size / parts, padded = round_up(size, LANES);
+    std::vector<float> whole(rows * model->hidden_size), part(padded), normed(padded);
+    for (int64_t i = 0; i < rows * parts; ++i) {
+        std::copy_n(hidden + i * size, size, part.data());
+        rms_norm(part.data(), norms[i % parts], size, padded, model->norm_epsilon, normed.data());
+        std::copy_n(normed.data(), size, &whole[i * size]);
+    }
+    draftloop_logits(model, whole.data(), rows, threads, logits);
+}
+
 // Runs the request (which wants the last logits), then drafts greedily: drafted [rows, steps].
 // The last drafted token is not fed, so each row grows by num_new + steps - 1. If the request wants
 // hidden states (of one kind), those of a row's last token enter the next step as its hidden_in.

@@ -121,7 +121,7 @@ def pack_weights(
     )
 
 
-def pack_matrix(linear: nn.Linear) -> PackedWeights:
+def pack_matrix(linear: nn.Linear, norm_epsilon: float = 0.0) -> PackedWeights:
     """One matrix as the head of a model without layers."""
     weight = linear.weight.detach()
     dtype = _shortest([weight])
@@ -129,7 +129,7 @@ def pack_matrix(linear: nn.Linear) -> PackedWeights:
     layers = (abi.Layer * 0)()
     packed = abi.Model(
         layers=layers, head=packer.linear(weight, linear.bias), hidden_size=weight.shape[1],
-        num_logits=weight.shape[0], weight_type=_WEIGHT_TYPES[dtype],
+        num_logits=weight.shape[0], weight_type=_WEIGHT_TYPES[dtype], norm_epsilon=norm_epsilon,
     )  # fmt: skip
     return PackedWeights(
         model=packed, dtype=dtype, matrix_dtype=dtype, num_embeddings=0, tensors=packer.tensors,
@@ -200,9 +200,7 @@ class _Packer:
 
     def vector(self, values: Tensor) -> int:
         """Address of a float32 copy, padded with zeros to a multiple of 16."""
-        padded = torch.zeros(-(-len(values) // LANES) * LANES)
-        padded[: len(values)] = values.detach()
-        return abi.pointer(self.keep(padded))
+        return abi.pointer(self.keep(padded_vector(values)))
 
     def copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A copy even where none is needed: `model` may be trained on, this one must not change."""
@@ -211,6 +209,13 @@ class _Packer:
     def keep(self, tensor: Tensor) -> Tensor:
         self.tensors.append(tensor.contiguous())
         return self.tensors[-1]
+
+
+def padded_vector(values: Tensor) -> Tensor:
+    """A float32 copy, padded with zeros to a multiple of 16."""
+    padded = torch.zeros(-(-len(values) // LANES) * LANES)
+    padded[: len(values)] = values.detach()
+    return padded
 
 
 def _pad_heads(rows: Tensor, size: int) -> Tensor:
