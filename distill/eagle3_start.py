@@ -15,7 +15,7 @@ their own entry because queries and keys are the same projection of the token's 
 heads start without a say and are there for training.
 
 The linear idea: tuned lens, Belrose et al. 2023, arXiv:2303.08112. Random gates with solved outputs:
-Huang et al. 2006 (extreme learning machine). Measured on SmolLM2-135M, see docs/eagle3.md.
+Huang et al. 2006 (extreme learning machine). Measured on SmolLM2-135M, see docs/drafters.md.
 
 Shapes: N positions of a text, D hidden size, F width of the recorded states, C carried dimensions.
 """

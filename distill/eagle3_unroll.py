@@ -6,27 +6,40 @@ states made, up to where that draft began, and behind them the draft's own: entr
 the one that step r made at p - s + r. So the mask is one causal block, shorter by s - 1, and a
 diagonal for each later step.
 
+Only keys and values of the first step are needed along the whole text. All else, queries, MLP and the
+later steps, runs over the window of it where tokens are scored: that spares the prompts.
+
 Source: Li et al. 2025 (EAGLE-3), arXiv:2503.01840, section 3.2.
 
-Shapes: B rows, S tokens, E = S - 1 entries, H heads, F width of the recorded states, D hidden size.
+Shapes: B rows, S tokens, E = S - 1 entries, W entries of a window, H heads, F width of the recorded
+states, D hidden size.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention, rotate_half
 
 from specdec_runtime.eagle3_network import Eagle3Decoder
 
 
-def unrolled(
-    decoder: Eagle3Decoder, token_ids: Tensor, features: Tensor, steps: int
-) -> Iterator[Tensor]:
-    """The states in front of the head, step by step: [B, E, D]; entry p scores token p + 2.
+class Window(NamedTuple):
+    """Neighbouring entries of each row, as many of each; those behind a row's end are never read."""
 
-    Entry p of step s counts from p = s - 1 on; those before have no draft that they belong to.
+    first: Tensor  # [B] int64
+    width: int  # W
+
+
+def unrolled(
+    decoder: Eagle3Decoder, token_ids: Tensor, features: Tensor, steps: int, window: Window
+) -> Iterator[Tensor]:
+    """The states in front of the head, step by step: [B, W, D]; entry p scores token p + 2.
+
+    Entry j of a window counts at step s (from 1) if j >= s - 1: the draft of those before began in
+    front of the window.
 
     Args:
         token_ids: [B, S], right-padded.
@@ -34,20 +47,27 @@ def unrolled(
     """
     layer = decoder.layer
     embeddings = decoder.embed_tokens(token_ids[:, 1:])
-    places = torch.arange(embeddings.shape[1], device=token_ids.device)
-    rotary = decoder.rotary_emb(embeddings, position_ids=places[None])
-    entering = decoder.fuse(features[:, :-1].to(decoder.fc.weight.dtype))
-    keys: list[Tensor] = []
-    values: list[Tensor] = []
+    num_entries = embeddings.shape[1]
+    columns = window.first[:, None] + torch.arange(window.width, device=token_ids.device)
+    columns = columns.clamp(max=num_entries - 1)
+    places = torch.arange(num_entries, device=token_ids.device)[None]
+    fused = decoder.fuse(features[:, :-1].to(decoder.fc.weight.dtype))
+    read = layer.read(fused, embeddings)
+    rotary = decoder.rotary_emb(embeddings, position_ids=places)
+    keys, values = ([heads] for heads in _keys_and_values(layer.self_attn, read, rotary))
+    rotary = decoder.rotary_emb(embeddings, position_ids=columns)
+    entering, read, embeddings = (_at(of_all, columns) for of_all in (fused, read, embeddings))
     for step in range(steps):
-        query, key, value = _heads(layer.self_attn, layer.read(entering, embeddings), rotary)
-        keys.append(key)
-        values.append(value)
+        if step:
+            read = layer.read(entering, embeddings)
+            key, value = _keys_and_values(layer.self_attn, read, rotary)
+            keys.append(key)
+            values.append(value)
         attended = F.scaled_dot_product_attention(
-            query,
+            _queries(layer.self_attn, read, rotary),
             torch.cat(keys, dim=2),
             torch.cat(values, dim=2),
-            attn_mask=step_mask(len(places), step).to(query.device),
+            attn_mask=step_mask(columns, num_entries, step)[:, None],
         )
         attended = layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         residual = layer.finish(entering + attended)
@@ -55,21 +75,42 @@ def unrolled(
         entering = F.pad(decoder.handed_on(residual)[:, :-1], (0, 0, 1, 0))
 
 
-def step_mask(num_entries: int, step: int) -> Tensor:
-    """[E, (step + 1) E] bool: what each entry of a step (from 0) sees of each step's entries."""
-    behind = torch.arange(num_entries)[:, None] - torch.arange(num_entries)
-    blocks = [behind >= step]
-    blocks += [behind == step - earlier for earlier in range(1, step + 1)]
-    return torch.cat(blocks, dim=1)
+def step_mask(columns: Tensor, num_entries: int, step: int) -> Tensor:
+    """[B, W, E + step W] bool: what each entry of a window sees at a step (from 0) of the first
+    step's entries, which are along the whole text, and of each later step's.
+
+    Args:
+        columns: [B, W] where in the text the window's entries are.
+    """
+    device, (num_rows, width) = columns.device, columns.shape
+    recorded = columns[:, :, None] - torch.arange(num_entries, device=device) >= step
+    behind = torch.arange(width, device=device)[:, None] - torch.arange(width, device=device)
+    drafted = [behind == step - earlier for earlier in range(1, step + 1)]
+    return torch.cat([recorded, *(part.expand(num_rows, -1, -1) for part in drafted)], dim=2)
 
 
-def _heads(
+def _at(states: Tensor, columns: Tensor) -> Tensor:
+    """[B, W, D] of [B, E, D]."""
+    return states.gather(1, columns[..., None].expand(-1, -1, states.shape[-1]))
+
+
+def _queries(attention: LlamaAttention, read: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """[B, H, entries, head_dim], rotated."""
+    query = attention.q_proj(read).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+    return _rotated(query, rotary)
+
+
+def _keys_and_values(
     attention: LlamaAttention, read: Tensor, rotary: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys (both rotated) and values, each [B, H, E, head_dim]."""
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    query, key, value = (
-        part(read).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for part in parts
+) -> tuple[Tensor, Tensor]:
+    """Keys (rotated) and values, each [B, H, entries, head_dim]."""
+    key, value = (
+        part(read).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+        for part in (attention.k_proj, attention.v_proj)
     )
-    query, key = apply_rotary_pos_emb(query, key, *rotary)
-    return query, key, value
+    return _rotated(key, rotary), value
+
+
+def _rotated(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    cosine, sine = rotary
+    return heads * cosine[:, None] + rotate_half(heads) * sine[:, None]

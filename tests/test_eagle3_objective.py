@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from distill.batches import Batch, BatchStream, Example, collate
 from distill.draft_vocab import DraftVocab, full_vocab
-from distill.eagle3_unroll import step_mask, unrolled
+from distill.eagle3_unroll import Window, step_mask, unrolled
 from distill.features import FeatureFolder, record_features
 from distill.losses import LossConfig, LossName
 from distill.objectives.eagle3 import Eagle3Recipe, Eagle3Settings, default_layer_ids, make
@@ -68,14 +68,19 @@ def train(recipe: Eagle3Recipe, batch: Batch, steps: int, loss: LossName) -> Non
 
 
 def test_a_step_sees_the_recorded_entries_up_to_its_draft_and_the_draft_itself():
-    mask = step_mask(5, 2).view(5, 3, 5)
+    everything = torch.arange(5)[None]
+    mask = step_mask(everything, 5, 2).view(5, 3, 5)
     # Entry 4 of the third step belongs to the draft that began at 2: entries 0..2, then 3, then 4.
     assert mask[4].tolist() == [
         [True, True, True, False, False],
         [False, False, False, True, False],
         [False, False, False, False, True],
     ]
-    assert torch.equal(step_mask(5, 0), torch.ones(5, 5).tril().bool())
+    assert torch.equal(step_mask(everything, 5, 0)[0], torch.ones(5, 5).tril().bool())
+    # The same for windows that begin at 1 and 2; of the later steps they hold 3 entries.
+    part = step_mask(torch.tensor([[1, 2, 3], [2, 3, 4]]), 5, 2)
+    assert torch.equal(part[1, 2], torch.cat([mask[4, 0], mask[4, 1, 2:], mask[4, 2, 2:]]))
+    assert torch.equal(part[0, 2], torch.cat([mask[3, 0], mask[3, 1, 1:4], mask[3, 2, 1:4]]))
 
 
 @pytest.mark.parametrize("norms", ["eagle3", "eagle3.1"])
@@ -86,7 +91,14 @@ def test_unrolled_states_are_those_of_drafting(target, tmp_path, norms):
     network = recipe.module.eval()
     examples = written_by(target, 2, tmp_path, length=8, temperature=1.0)
     batch = collate(examples)
-    steps = list(unrolled(network.model, batch.token_ids, batch.features, 3))
+    everything = Window(torch.zeros(2, dtype=torch.int64), batch.token_ids.shape[1] - 1)
+    steps = list(unrolled(network.model, batch.token_ids, batch.features, 3, everything))
+    window = Window(torch.tensor([2, 4]), 6)
+    for whole, part in zip(
+        steps, unrolled(network.model, batch.token_ids, batch.features, 3, window), strict=True
+    ):
+        assert torch.allclose(part[0, 2:], whole[0, 4:8], atol=1e-5)
+        assert torch.allclose(part[1, 2:], whole[1, 6:10], atol=1e-5)
     model, handed_on = HFModel(network), -1 if norms == "eagle3.1" else 1
     for row, start in ((0, 0), (0, 5), (1, 9)):
         cache = model.new_cache(1, 20)

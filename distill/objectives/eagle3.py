@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from distill.batches import Batch, Example
 from distill.drafted_steps import drafted_terms, loss_places
 from distill.eagle3_start import solve_start
-from distill.eagle3_unroll import unrolled
+from distill.eagle3_unroll import Window, unrolled
 from distill.losses import LossConfig
 from distill.objective import Objective, Terms
 from distill.recipe import DraftSettings, TargetParts
@@ -149,7 +149,17 @@ def step_states(network: Eagle3Network, batch: Batch, steps: int) -> list[Tensor
     """
     rows, places = loss_places(batch, steps)
     assert batch.features is not None
+    window = _window(batch, rows, places, steps)
+    entries = places - 1 - window.first[rows]
     return [
-        states[rows, places - 1]
-        for states in unrolled(network.model, batch.token_ids, batch.features, steps)
+        states[rows, entries]
+        for states in unrolled(network.model, batch.token_ids, batch.features, steps, window)
     ]
+
+
+def _window(batch: Batch, rows: Tensor, places: Tensor, steps: int) -> Window:
+    """The entries from where each row's first draft began to its last loss position."""
+    none = places.new_zeros(len(batch.token_ids))
+    first = none.scatter_reduce(0, rows, places - steps, "amin", include_self=False)
+    last = none.scatter_reduce(0, rows, places - 1, "amax", include_self=False)
+    return Window(first, int((last - first).max()) + 1)
