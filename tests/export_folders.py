@@ -15,11 +15,14 @@ from specdec_runtime.formats import (
     TargetRecord,
     write_drafter,
 )
+from specdec_runtime.parallel_network import ParallelNetwork, parallel_config
 from specdec_runtime.tiny_target import TEMPLATE
 from specdec_runtime.tokenizers import template_hash, tokenizer_hash
 from tests.tiny_tokenizers import byte_level_tokenizer
+from train.export.source import read_target
 
 DRAFT_VOCAB_SIZE = 120
+SPARE = 8  # rows of a padded target's head that are no token
 LAYER_IDS = [1, 2, 3]
 
 
@@ -124,4 +127,38 @@ def write_eagle3(folder: Path, target: Path, *, norms: str = "eagle3") -> Path:
     network.lm_head.weight.data.copy_(model.get_input_embeddings().weight[ids])
     tensors = {DRAFT_VOCAB_NAME: vocab_tensors(ids, len(tokenizer))}
     record = manifest(target, "eagle3")
+    return write_drafter(folder, network, record, tokenizer=tokenizer, tensors=tensors)
+
+
+def write_padded_target(folder: Path) -> Path:
+    tokenizer, model = toy_tokenizer(), toy_llama()
+    model.resize_token_embeddings(len(tokenizer) + SPARE, mean_resizing=False)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_parallel(folder: Path, target: Path) -> Path:
+    """A random drafter whose embeddings are the target's."""
+    tokenizer, facts = toy_tokenizer(), read_target(str(target))
+    ids = kept_tokens(len(tokenizer))
+    config = parallel_config(
+        facts.config,
+        layer_ids=LAYER_IDS,
+        draft_vocab_size=len(ids),
+        num_heads=2,
+        head_dim=64,
+        intermediate_size=64,
+        markov_rank=16,
+        block_size=3,
+    )
+    config.initializer_range = 0.15
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        network = ParallelNetwork(config)
+        network.mask_embedding.data.normal_(std=0.3)
+        network.feature_scale.data.copy_(2.0 ** torch.randint(-3, 3, (3 * 128,)))
+    record = manifest(target, "parallel")
+    record.target.vocab_size = facts.vocab_size
+    tensors = {DRAFT_VOCAB_NAME: vocab_tensors(ids, facts.vocab_size)}
     return write_drafter(folder, network, record, tokenizer=tokenizer, tensors=tensors)

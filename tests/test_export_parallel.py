@@ -9,58 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec_runtime.decode import SpeculativeDecoder
-from specdec_runtime.formats import DRAFT_VOCAB_NAME, write_drafter
 from specdec_runtime.loading import load_drafter, load_target
-from specdec_runtime.parallel_network import ParallelNetwork, load_parallel, parallel_config
+from specdec_runtime.parallel_network import load_parallel
 from tests.export_folders import (
-    LAYER_IDS,
-    kept_tokens,
-    manifest,
-    toy_llama,
     toy_tokenizer,
-    vocab_tensors,
+    write_padded_target,
+    write_parallel,
     write_target,
 )
 from train.export.exporting import export
 from train.export.for_vllm import check
 from train.export.registry import FORMATS
 from train.export.source import read_target
-
-SPARE = 8  # rows of the target's head that are no token
-
-
-def write_padded_target(folder: Path) -> Path:
-    tokenizer, model = toy_tokenizer(), toy_llama()
-    model.resize_token_embeddings(len(tokenizer) + SPARE, mean_resizing=False)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-def write_parallel(folder: Path, target: Path) -> Path:
-    """A random drafter whose embeddings are the target's."""
-    tokenizer, facts = toy_tokenizer(), read_target(str(target))
-    ids = kept_tokens(len(tokenizer))
-    config = parallel_config(
-        facts.config,
-        layer_ids=LAYER_IDS,
-        draft_vocab_size=len(ids),
-        num_heads=2,
-        head_dim=64,
-        intermediate_size=64,
-        markov_rank=16,
-        block_size=3,
-    )
-    config.initializer_range = 0.15
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        network = ParallelNetwork(config)
-        network.mask_embedding.data.normal_(std=0.3)
-        network.feature_scale.data.copy_(2.0 ** torch.randint(-3, 3, (3 * 128,)))
-    record = manifest(target, "parallel")
-    record.target.vocab_size = facts.vocab_size
-    tensors = {DRAFT_VOCAB_NAME: vocab_tensors(ids, facts.vocab_size)}
-    return write_drafter(folder, network, record, tokenizer=tokenizer, tensors=tensors)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 from eval.acceptance import length_interval, measure_acceptance
 from specdec_runtime.loading import load_drafter, load_target
 from tests.export_folders import write_causal_lm, write_target
-from tests.serving.drive_transformers import decode
+from train.export.drivers.drive_transformers import decode
 from train.export.exporting import export
 from train.export.observation import fixed_prompts
 

@@ -8,7 +8,8 @@
     target=...            hub id or folder; default: the one recorded with the drafter
     num_draft_tokens=3    to serve with; default: what its evaluation recommends
     dtype=float32         of the weights; default: as they are
-    verify=true           load the folder in another process and compare what it proposes
+    verify=true           load the folder in another process and compare what it proposes; then in
+                          the engine itself, if it is installed (make serving-env)
     license=apache-2.0    of the drafter, for its card; default: what the target's card states
     push_to_hub=ORG/NAME  upload it; with dry_run=true, say what would be uploaded
 
@@ -23,7 +24,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from specdec_runtime.formats import is_drafter_folder, read_manifest
-from train.export.exporting import export
+from train.export.engine_parity import HEADER, verify_engine
+from train.export.engines import ENGINES, environments, python_of
+from train.export.exporting import Exported, export
 from train.export.hub import push
 from train.export.parity import verify
 from train.export.registry import FORMATS, format_named
@@ -61,7 +64,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     try:
         run_command(given)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
 
@@ -119,8 +122,23 @@ def run_command(given: dict[str, str]) -> None:
     if given.get("verify") == "true":
         same_dtype = "dtype" not in given or given["dtype"] == "float32"
         print(verify(done.source, done.folder, engine=engine, same_dtype=same_dtype).describe())
+        print_engine_parity(done, engine)
     if "push_to_hub" in given:
         push(done.folder, given["push_to_hub"], dry_run=given.get("dry_run") == "true")
+
+
+def print_engine_parity(done: Exported, form: str) -> None:
+    """The folder in its engine beside our runtime, as a table; or why there is none."""
+    if form not in ENGINES:
+        print(f"no engine on this machine reads {form} folders: not served")
+    elif python_of(ENGINES[form]) is None:
+        print(
+            f"{ENGINES[form]} is not installed in {environments()} (make serving-env): not served"
+        )
+    else:
+        print(HEADER)
+        for parity in verify_engine(done.source, done.folder, form):
+            print(parity.row())
 
 
 def drafter_of_run(run_dir: Path) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,12 +57,22 @@ def check(folder: Path, target: TargetFacts) -> list[str]:
 
 
 def launch(folder: Path, target: TargetFacts, num_draft_tokens: int) -> str:
-    """The method is said: vLLM guesses it from the path and takes anything else for a plain model."""
+    settings = json.dumps(speculative_config(folder, num_draft_tokens))
+    return f"vllm serve {target.name} --speculative-config '{settings}'"
+
+
+def speculative_config(folder: Path, num_draft_tokens: int) -> dict[str, Any]:
+    """What vLLM is told of a drafter.
+
+    The method is said: vLLM guesses it from the path and takes anything else for a plain model. So is
+    how drafts are drawn: by default vLLM drafts its likeliest token at any temperature, and what
+    was measured at a temperature was drafted by drawing.
+    """
     config = read_config(folder)
     method = "eagle3" if is_eagle3(config) else "dspark" if is_parallel(config) else "draft_model"
-    settings = {
+    return {
         "method": method,
         "model": str(folder),
         "num_speculative_tokens": num_draft_tokens,
+        "draft_sample_method": "probabilistic",
     }
-    return f"vllm serve {target.name} --speculative-config '{json.dumps(settings)}'"

@@ -6,32 +6,41 @@ is counted as ours.
 
 import json
 import sys
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
+_TOLD = "update_candidate_strategy"  # called once a round, with the number of accepted tokens
 
-def decode(target, drafter, prompt: list[int], max_new_tokens: int) -> dict:
-    """One greedy answer and its counts."""
+
+def decode(
+    target, drafter, prompt: list[int], max_new_tokens: int, *, temperature: float = 0.0, seed=0
+) -> dict:
+    """One answer and its counts."""
     matches: list[int] = []
-    told = AssistedCandidateGenerator.update_candidate_strategy
+    told = getattr(AssistedCandidateGenerator, _TOLD)
 
     def counted(self, input_ids, scores, num_matches):
         matches.append(int(num_matches))
         return told(self, input_ids, scores, num_matches)
 
-    AssistedCandidateGenerator.update_candidate_strategy = counted
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        torch.manual_seed(seed)
+    setattr(AssistedCandidateGenerator, _TOLD, counted)
     try:
         ids = target.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             max_new_tokens=max_new_tokens,
-            do_sample=False,
             assistant_model=drafter,
+            **sampling,
         )
     finally:
-        AssistedCandidateGenerator.update_candidate_strategy = told
+        setattr(AssistedCandidateGenerator, _TOLD, told)
     longest = max(matches, default=0)
     return {
         "token_ids": ids[0, len(prompt) :].tolist(),
@@ -44,12 +53,21 @@ def decode(target, drafter, prompt: list[int], max_new_tokens: int) -> dict:
 def main() -> None:
     request = json.load(sys.stdin)
     target = AutoModelForCausalLM.from_pretrained(request["target"], dtype=torch.float32)
-    drafter = None
-    if request["drafter"] is not None:
-        drafter = AutoModelForCausalLM.from_pretrained(request["drafter"], dtype=torch.float32)
-        drafter.generation_config.num_assistant_tokens = request["num_draft_tokens"]
+    drafter = AutoModelForCausalLM.from_pretrained(request["drafter"], dtype=torch.float32)
+    drafter.generation_config.num_assistant_tokens = request["num_draft_tokens"]
     found = [
-        decode(target, drafter, prompt, request["max_new_tokens"]) for prompt in request["prompts"]
+        [
+            decode(
+                target,
+                drafter,
+                prompt,
+                request["max_new_tokens"],
+                temperature=temperature,
+                seed=seed,
+            )
+            for seed, prompt in enumerate(request["prompts"])
+        ]
+        for temperature in request["temperatures"]
     ]
     print("RESULT " + json.dumps(found), flush=True)
 

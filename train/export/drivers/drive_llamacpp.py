@@ -1,8 +1,9 @@
-"""Runs in llama.cpp's environment: greedy decoding through its server, with or without a draft model.
+"""Runs in llama.cpp's environment: decoding through its server, with or without a draft model.
 
-Reads a request on standard input, writes one result a prompt on standard output. llama.cpp reports
-drafted and accepted tokens of a request, not by position. Its first token comes from the prefill, each
-round yields what was accepted and one more, so rounds = tokens - 1 - accepted.
+Reads a request on standard input, writes one result a temperature and prompt on standard output.
+llama.cpp reports drafted and accepted tokens of a request, not by position. Its first token comes
+from the prefill, each round yields what was accepted and one more, so rounds = tokens - 1 - accepted.
+It drafts its likeliest tokens at any temperature.
 """
 
 import json
@@ -33,12 +34,16 @@ def server(request: dict) -> xllamacpp.Server:
     return xllamacpp.Server(params)
 
 
-def complete(address: str, prompt: list[int], max_new_tokens: int) -> dict:
+def complete(
+    address: str, prompt: list[int], max_new_tokens: int, temperature: float, seed: int
+) -> dict:
     body = {
         "prompt": prompt,
         "n_predict": max_new_tokens,
-        "temperature": 0.0,
+        "temperature": temperature,
+        "samplers": ["temperature"] if temperature else ["top_k"],
         "top_k": 1,
+        "seed": seed,
         "return_tokens": True,
         "cache_prompt": False,
     }
@@ -66,12 +71,16 @@ def main() -> None:
     request = json.load(sys.stdin)
     running = server(request)
     address = running.listening_address
+    found: list[list]
     if "tokenize" in request:
         found = [tokenize(address, text) for text in request["tokenize"]]
     else:
         found = [
-            result(complete(address, prompt, request["max_new_tokens"]))
-            for prompt in request["prompts"]
+            [
+                result(complete(address, prompt, request["max_new_tokens"], temperature, seed))
+                for seed, prompt in enumerate(request["prompts"])
+            ]
+            for temperature in request["temperatures"]
         ]
     print("RESULT " + json.dumps(found), flush=True)
 
