@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from specdec_runtime.drafter_files import read
 from specdec_runtime.formats import DRAFT_VOCAB_NAME, read_draft_vocab
+from specdec_runtime.pretrained import load_tokenizer
 from tests.export_folders import LAYER_IDS, write_causal_lm, write_eagle3, write_target
 from train.export.exporting import export
 from train.export.registry import FORMATS
@@ -66,6 +67,54 @@ def test_a_head_goes_around_through_every_form(eagle3, target, tmp_path):
     before, after = load_file(eagle3 / "model.safetensors"), load_file(folder / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_rope_scaling_dtype_and_end_tokens_of_a_head_survive_every_form(eagle3, target, tmp_path):
+    """The other conventions of a head; ids, offsets and norm flags are in the tests above."""
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    kept = {"rope_parameters": rope, "eos_token_id": [2, 7], "rms_norm_eps": 3e-6, "head_dim": 64}
+    folder = tmp_path / "drafter"
+    shutil.copytree(eagle3, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | kept))
+    for engine in (*HEADS[1:], "draftloop"):
+        to, goal = tmp_path / engine, str(target)
+        folder = export(folder, to, engine=engine, target=goal, dtype=torch.bfloat16).folder
+        found = read(folder)
+        assert {key: found.config[key] for key in kept} == kept
+        assert not found.config["tie_word_embeddings"]
+        assert {tensor.dtype for tensor in found.tensors.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("engine", PLAIN)
+def test_tied_heads_dtype_rope_and_end_tokens_of_a_plain_model_survive(target, tmp_path, engine):
+    goal, stock = tmp_path / "goal", tmp_path / "stock"
+    shutil.copytree(target, goal)
+    GenerationConfig(eos_token_id=[0, 2]).save_pretrained(goal)
+    model = AutoModelForCausalLM.from_pretrained(target)
+    model.config.rope_parameters["rope_theta"] = 20000.0
+    model.config.rms_norm_eps = 3e-6
+    model.to(torch.bfloat16).save_pretrained(stock)
+    load_tokenizer(target).save_pretrained(stock)
+    done = export(stock, tmp_path / "out", engine=engine, target=str(goal))
+    folder = runtime_folder(done.folder, done.source, tmp_path / "back", engine=engine)
+    found = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert found.config.rope_parameters["rope_theta"] == 20000.0
+    assert found.config.rms_norm_eps == pytest.approx(3e-6)
+    if engine == "llamacpp":  # read back in float32, its metadata says how it is stored
+        assert torch.equal(found.state_dict()["model.norm.weight"], model.model.norm.weight.float())
+        return
+    assert found.config.tie_word_embeddings
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    assert found.dtype == torch.bfloat16
+    assert GenerationConfig.from_pretrained(folder).eos_token_id == [0, 2]
 
 
 def test_checkpoints_of_other_trainers_are_taken_in(eagle3, target, tmp_path):
@@ -156,6 +205,7 @@ def test_what_a_format_cannot_say_is_refused(request, tmp_path, kind, engine, re
         ({"num_hidden_layers": 2}, "vllm", "fuses with input_layernorm"),
         ({"num_hidden_layers": 2}, "sglang", "fuses with input_layernorm"),
         ({"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "sglang", "cannot name"),
+        ({"eagle_aux_hidden_state_layer_ids": [2]}, "sglang", "only where they are wider"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 8]}, "vllm", "without the norm"),
         ({"target_hidden_size": 64}, "vllm", "the target's have 128"),
     ],

@@ -40,6 +40,11 @@ def test_the_merged_export_is_the_unmerged_model(folders, tmp_path):
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
     expected, before = adapted(IDS).logits, plain(IDS).logits
     done = export(adapter, tmp_path / "out", engine="transformers", target=str(target))
+    (note,) = done.source.notes
+    assert note.startswith(
+        "adapter merged in float32, written in float32: largest logit difference"
+    )
+    assert note.endswith("0.0% of the top tokens changed")
     found = AutoModelForCausalLM.from_pretrained(done.folder)
     assert not found.config.tie_word_embeddings
     assert float((found(IDS).logits - expected).abs().max()) < CLOSE * float(expected.abs().max())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.export_folders import write_causal_lm, write_target
+from train.export import hub
 from train.export.cli import help_text, main, parse
 from train.export.hub import push
 
@@ -90,6 +91,31 @@ def test_a_dry_run_says_what_would_be_uploaded_and_touches_no_network(drafter, t
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert "\nlicense: apache-2.0\n---\n" in card
+
+
+def test_a_push_uploads_the_folder_and_leaves_the_token_to_the_hub(drafter, tmp_path, monkeypatch):
+    done, secret = [], "hf_not_a_real_token"
+
+    class Hub:
+        def create_repo(self, repository, *, exist_ok):
+            done.append((repository, exist_ok))
+
+        def upload_folder(self, *, repo_id, folder_path):
+            done.append((repo_id, sorted(path.name for path in folder_path.iterdir())))
+            if repo_id == "org/closed":
+                raise OSError("401 Unauthorized\nand a page of reasons")
+
+    monkeypatch.setenv("HF_TOKEN", secret)
+    monkeypatch.setattr(hub, "HfApi", Hub)
+    out = tmp_path / "out"
+    argv = (f"drafter={drafter}", "format=vllm", f"to={out}", "license=apache-2.0")
+    code, said, _ = call(*argv, "push_to_hub=org/name")
+    assert code == 0
+    assert said.endswith("https://huggingface.co/org/name\n")
+    assert done == [("org/name", True), ("org/name", sorted(p.name for p in out.iterdir()))]
+    assert all(secret.encode() not in path.read_bytes() for path in out.iterdir())
+    with pytest.raises(ValueError, match=r"^org/closed was not uploaded: 401 Unauthorized$"):
+        push(out, "org/closed", dry_run=False)
 
 
 def test_pickles_and_odd_names_are_not_published(tmp_path):

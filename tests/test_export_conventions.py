@@ -16,7 +16,10 @@ from train.export.registry import FORMATS
 from train.export.source import read_target
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-ENGINES = {"eagle3": ("vllm", "speculators", "sglang"), "causal_lm": ("vllm", "transformers")}
+ENGINES = {
+    "eagle3": ("vllm", "speculators", "sglang"),
+    "causal_lm": ("vllm", "transformers", "sglang"),
+}
 
 
 @pytest.fixture(scope="module")

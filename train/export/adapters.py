@@ -32,6 +32,14 @@ class Merged:
     largest_logit_difference: float
     changed_top_tokens: float
 
+    def describe(self) -> str:
+        """One line for the terminal."""
+        return (
+            f"adapter merged in float32, written in {str(self.module.dtype).removeprefix('torch.')}: "
+            f"largest logit difference {self.largest_logit_difference:.3g}, "
+            f"{self.changed_top_tokens:.1%} of the top tokens changed"
+        )
+
 
 def base_model(folder: Path) -> str:
     """Hub id or folder of the model that an adapter changes."""

@@ -118,9 +118,14 @@ def run_command(given: dict[str, str]) -> None:
         dtype=DTYPES.get(given.get("dtype", "")),
         license_id=given.get("license"),
     )
+    for note in done.source.notes:
+        print(note)
     print(f"{done.folder}: written, passes the rules of {engine}. To serve it:\n\n{done.launch}\n")
     if given.get("verify") == "true":
-        same_dtype = "dtype" not in given or given["dtype"] == "float32"
+        is_rounded = (
+            done.source.files.is_adapter
+        )  # to its base model's dtype, unless told otherwise
+        same_dtype = given.get("dtype", "bfloat16" if is_rounded else "float32") == "float32"
         print(verify(done.source, done.folder, engine=engine, same_dtype=same_dtype).describe())
         print_engine_parity(done, engine)
     if "push_to_hub" in given:

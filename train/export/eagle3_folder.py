@@ -29,7 +29,10 @@ DEFAULT_NUM_LAYERS_READ = 3
 def eagle3_obstacle(source: Source) -> str | None:
     """Why this drafter is no EAGLE-3 folder that engines agree on; None if it is."""
     if source.kind == "parallel":
-        return "it describes heads that draft token by token, a parallel drafter drafts a block"
+        return (
+            "it describes heads that draft token by token, or blocks whose rows see the rows behind "
+            "them; a parallel drafter drafts a block whose rows look back only"
+        )
     if source.kind != "eagle3":
         return f"a {source.kind} drafter reads token ids, this format describes heads on features"
     config, target = source.files.config, source.target

@@ -35,6 +35,11 @@ def obstacle(source: Source) -> str | None:
     if config.get("attention_bias"):
         return "SGLang's EAGLE-3 layer has no attention bias; this head was trained with one"
     ids = layer_ids(config, target)
+    if len(ids) * config["target_hidden_size"] == config["hidden_size"]:
+        return (
+            f"it reads {len(ids)} layer of its own width, and SGLang fuses the target's states only "
+            "where they are wider than the head"
+        )
     if ids != target.default_layer_ids:
         if target.config.model_type.startswith(OWN_COUNT):
             return (

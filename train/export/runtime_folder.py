@@ -32,5 +32,7 @@ def runtime_folder(folder: Path, source: Source, work: Path, *, engine: str) -> 
     if ours or read_as_is:
         return folder
     work.mkdir()
-    for_draftloop.write(replace(source, files=files), work, dtype=None)
+    # An adapter as it was trained: merged without rounding.
+    dtype = torch.float32 if files.is_adapter else None
+    for_draftloop.write(replace(source, files=files, notes=[]), work, dtype=dtype)
     return work

@@ -1,7 +1,7 @@
 """What is exported, and for which target: read once, the same for every format."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,11 +67,15 @@ class TargetFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A drafter to export."""
+    """A drafter to export.
+
+    notes: what turned out while it was written, a line each, for whoever exports.
+    """
 
     files: DrafterFiles
     target: TargetFacts
     num_draft_tokens: int
+    notes: list[str] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -93,7 +97,9 @@ class Source:
     def module(self, dtype: torch.dtype | None) -> PreTrainedModel:
         """The drafter's own model on the CPU; a low-rank adapter is merged."""
         if self.files.is_adapter:
-            return merged_module(self.files.folder, self.sample_ids, dtype=dtype).module
+            merged = merged_module(self.files.folder, self.sample_ids, dtype=dtype)
+            self.notes.append(merged.describe())
+            return merged.module
         return load_module(self.files.folder, dtype=dtype or "auto", device="cpu")
 
     @cached_property
