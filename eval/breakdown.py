@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from eval.inspection import AnswerScores
 from eval.intervals import NUM_RESAMPLES, ratio_interval
-from eval.replay import Answer
 from eval.results import BreakdownResult
 from eval.suites import EvalPrompt
+from eval.target_texts import Answer
 from specdec_runtime.target import Target
 
 ENTROPY_EDGES = (0.1, 0.5, 1.0, 2.0, 3.0)  # nats; below 0.1 the target is all but certain

@@ -31,14 +31,15 @@ class PartTime:
 class Amounts:
     """What is to be decoded, on one or more suites.
 
-    num_replayed: of the drafters, those whose acceptance is replayed, a few prompts being decoded.
+    num_recorded: of the drafters, those whose acceptance above temperature 0 is replayed too, a few
+        prompts being decoded.
     """
 
     num_suites: int
     num_prompts: int  # of one suite
     prompt_tokens: float  # mean
     num_drafters: int
-    num_replayed: int
+    num_recorded: int
     num_temperatures: int
 
 
@@ -49,11 +50,13 @@ def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
     whole = _decoding(pass_s, amounts, amounts.num_prompts, config.num_draft_tokens, config)
     few = min(config.decoded_prompts, amounts.num_prompts)
     checks = _decoding(pass_s, amounts, few, config.num_draft_tokens, config)
-    decoded = (amounts.num_drafters - amounts.num_replayed) * temperatures * suites * whole
-    # Replayed drafters: at temperature 0 on every suite, above it on the first.
-    decoded += amounts.num_replayed * (suites + temperatures - 1) * checks
+    # A few texts on every suite at temperature 0, on the first one above it.
+    decoded = amounts.num_drafters * suites * checks
+    sampled = amounts.num_recorded * checks
+    sampled += (amounts.num_drafters - amounts.num_recorded) * suites * whole
+    decoded += (temperatures - 1) * sampled
     a_text = _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
-    replays = SCORING + REPLAY * amounts.num_replayed
+    replays = SCORING + REPLAY * amounts.num_drafters
     read = suites * temperatures * amounts.num_prompts * a_text * replays
     num_rounds = len(run_lengths(config.max_draft_tokens)) * (NUM_RUNS + 1) * RUN_TOKENS / 1.5
     costs = amounts.num_drafters * num_rounds * pass_s[-1] + OTHER_PASSES * pass_s[0]

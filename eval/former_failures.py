@@ -13,10 +13,10 @@ from pathlib import Path
 from eval.intervals import ratio_interval
 from eval.on_request import FormerFailures
 from eval.records import from_json
-from eval.replay import Answer, proposals
+from eval.replay import proposals
+from eval.target_texts import Answer, TargetStates
 from eval.trace import WeakPrefix
 from specdec_runtime.draft import Drafter
-from specdec_runtime.target import Target
 
 FAILURES = "failures.jsonl"
 MAX_PREFIXES = 120  # a pass of the drafter each; the first ones, where it failed worst
@@ -44,7 +44,7 @@ def read_failures(path: Path) -> list[WeakPrefix]:
 
 
 def asked_again(
-    target: Target,
+    states: TargetStates,
     drafter: Drafter,
     prefixes: Sequence[WeakPrefix],
     *,
@@ -52,17 +52,13 @@ def asked_again(
     num_resamples: int,
     seed: int = 0,
 ) -> FormerFailures:
-    """The share of the prefixes behind which a drafter now proposes the target's token.
-
-    Args:
-        drafter: one that `is_replayable`.
-    """
+    """The share of the prefixes behind which a drafter now proposes the target's token."""
     right: dict[str, int] = {}
     asked: dict[str, int] = {}
     for prefix in prefixes[:MAX_PREFIXES]:
         *prompt, last = prefix.token_ids
         answer = Answer(prompt, [last, prefix.target_token_id], max_new_tokens=3)
-        found = proposals(target, drafter, answer, max_draft_tokens=1)
+        found = proposals(states, drafter, answer, max_draft_tokens=1)
         key = f"{prefix.suite} {prefix.prompt_id}"
         right[key] = right.get(key, 0) + (found.num_matching[0] > 0)
         asked[key] = asked.get(key, 0) + 1

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from eval.replay import HEAD_CHUNK, Answer, answer_hidden, draft_logits
 from eval.suites import EvalPrompt
+from eval.target_texts import Answer, TargetStates
+from eval.text_drafts import HEAD_CHUNK, ScoredDrafter, text_drafts
 from eval.trace import Top, Trace, TraceRound, TraceToken, WeakPrefix
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Drafter
-from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.results import Generation
 from specdec_runtime.target import Target
 
@@ -48,19 +48,21 @@ class AnswerScores:
 
 
 @torch.inference_mode()
-def score_answer(target: Target, drafter: CausalLMDrafter, answer: Answer) -> AnswerScores:
-    """Both distributions along one answer; positions that the drafter cannot reach are left out."""
+def score_answer(states: TargetStates, drafter: ScoredDrafter, answer: Answer) -> AnswerScores:
+    """Both distributions along one answer, the drafter's of the first token of a draft that begins
+    there; positions that it cannot reach are left out."""
     scores = AnswerScores([], [], [], [], [])
     if len(answer.token_ids) < 2:
         return scores
-    target_hidden = answer_hidden(target.model, answer)
-    draft_hidden = answer_hidden(drafter.model, answer)
-    count = min(len(target_hidden), len(draft_hidden))
-    size = target.real_vocab_size
+    target = states.target
+    target_hidden = states.head_input(answer)
+    drafts = text_drafts(states, drafter, answer, max_draft_tokens=1)
+    count = min(len(target_hidden), drafts.num_places)
     for start in range(0, count, HEAD_CHUNK):
         window = slice(start, min(start + HEAD_CHUNK, count))
-        target_probs = target.model.logits_of(target_hidden[window])[:, :size].softmax(-1)
-        draft_probs = draft_logits(drafter, draft_hidden[window], size).softmax(-1)
+        logits = target.model.logits_of(target_hidden[window])
+        target_probs = logits[:, : target.real_vocab_size].softmax(-1)
+        draft_probs = drafts.first(window).softmax(-1)
         answered = torch.tensor(answer.token_ids[1:])[window, None].to(target_probs.device)
         scores.overlap.extend(torch.minimum(target_probs, draft_probs).sum(-1).tolist())
         scores.answer_probability.extend(target_probs.gather(1, answered)[:, 0].tolist())

@@ -19,10 +19,11 @@ from eval.acceptance import (
     measure_acceptance,
 )
 from eval.measurements import Setting
-from eval.replay import Answer, Proposals, is_replayable, proposals, replayed_stats, same_counts
+from eval.replay import Proposals, proposals, replayed_stats, same_counts
 from eval.results import AcceptanceResult, SampledLength, SampledReplay
 from eval.sampled_replay import Keeps, expected_counts, is_recordable, keeps, target_log_probs
 from eval.suites import spread
+from eval.target_texts import Answer
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def sampled(setting: Setting, suite: str, temperature: float) -> Sampled:
         answers = answers_of(setting, suite, texts)
         with setting.stage(f"target along them, {suite}", len(answers)) as advance:
             for answer in answers:
-                found.append(target_log_probs(setting.target, answer, temperature=temperature))
+                found.append(target_log_probs(setting.states, answer, temperature=temperature))
                 advance(1)
         return found
 
@@ -79,18 +80,13 @@ def answers_of(setting: Setting, suite: str, texts: MeasuredAcceptance) -> list[
 
 def greedy_acceptance(
     setting: Setting, name: str, suite: str, texts: MeasuredAcceptance
-) -> tuple[AcceptanceResult, list[Proposals] | None]:
-    """Acceptance at temperature 0, and what was proposed along the texts if that can be replayed.
+) -> tuple[AcceptanceResult, list[Proposals]]:
+    """Acceptance at temperature 0, and what was proposed along the texts.
 
     Args:
         texts: the target's greedy texts of the suite.
     """
-    drafter, config = setting.drafters[name], setting.config
-    everything = range(len(setting.suites[suite]))
-    if not is_replayable(drafter):
-        length = config.max_draft_tokens  # shorter ones are read off this decode
-        decoded = _decode(setting, name, suite, everything, 0.0, length)
-        return _record(setting, name, suite, decoded, 0.0, length), None
+    config, everything = setting.config, range(len(setting.suites[suite]))
     length, answers = config.num_draft_tokens, answers_of(setting, suite, texts)
     found = _proposals(setting, name, suite, answers)
     rows = [replayed_stats(a, p, length)[0] for a, p in zip(answers, found, strict=True)]
@@ -169,14 +165,14 @@ def _proposals(
     setting: Setting, name: str, suite: str, answers: Sequence[Answer]
 ) -> list[Proposals]:
     """What would be drafted along every answer, greedily."""
-    target, drafter = setting.target, setting.drafters[name]
+    states, drafter = setting.states, setting.drafters[name]
     longest = setting.config.max_draft_tokens
 
     def compute() -> list[list[list[int]]]:
         found = []
         with setting.stage(f"replay of {name}, {suite}", len(answers)) as advance:
             for answer in answers:
-                one = proposals(target, drafter, answer, max_draft_tokens=longest)
+                one = proposals(states, drafter, answer, max_draft_tokens=longest)
                 found.append([one.num_proposed, one.num_matching])
                 advance(1)
         return found
@@ -189,7 +185,7 @@ def _keeps(
     setting: Setting, name: str, suite: str, answers: Sequence[Answer], known: Sampled
 ) -> list[Keeps]:
     """What would be kept along every sampled answer."""
-    target, drafter = setting.target, setting.drafters[name]
+    states, drafter = setting.states, setting.drafters[name]
     temperature, longest = known.temperature, setting.config.max_draft_tokens
 
     def compute() -> list[list[Any]]:
@@ -198,7 +194,7 @@ def _keeps(
         with setting.stage(title, len(answers)) as advance:
             for answer, log_probs in zip(answers, known.log_probs, strict=True):
                 one = keeps(
-                    target,
+                    states,
                     drafter,
                     answer,
                     log_probs,

@@ -14,7 +14,7 @@ from eval.parts import Parts
 from eval.policies import compare_policies, policies, record
 from eval.progress import Stage
 from eval.reference import Reference, find_baseline, noise_tolerance, reference_checks
-from eval.replay import Answer, Proposals, is_replayable, replay
+from eval.replay import Proposals, replay
 from eval.results import (
     AcceptanceResult,
     BaselineCandidate,
@@ -28,11 +28,12 @@ from eval.rivals import measure_rival
 from eval.sampling_check import sampling_checks
 from eval.suites import EvalPrompt, spread
 from eval.sweeps import batch_sweep, context_sweep
+from eval.target_texts import Answer, TargetStates
+from eval.text_drafts import ScoredDrafter
 from eval.trace import WeakPrefix
 from eval.what_if import draft_weights, memory_bandwidth, pass_weights
 from specdec_runtime.auto_length import time_passes
 from specdec_runtime.draft import Drafter
-from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.target import Target
 
 SELF_DRAFT_TOKENS = 32
@@ -50,6 +51,7 @@ class Setting:
     parts: Parts
     stage: Stage
     reference: Reference
+    states: TargetStates
 
     @property
     def first_suite(self) -> str:
@@ -143,14 +145,14 @@ def baselines(setting: Setting) -> list[BaselineCandidate]:
 def compared_policies(
     setting: Setting, name: str, suite: str, answers: list[Answer], measured: CostResult, best: int
 ) -> list[PolicyResult]:
-    """Draft-length policies of a drafter that can be replayed, on one suite."""
+    """Draft-length policies of a drafter on one suite."""
     drafter, longest = setting.drafters[name], setting.config.max_draft_tokens
 
     def compute() -> list[PolicyResult]:
         with setting.stage(f"policies of {name}, {suite}", len(answers)) as advance:
             drafts = []
             for answer in answers:
-                drafts.append(record(setting.target, drafter, answer, max_draft_tokens=longest))
+                drafts.append(record(setting.states, drafter, answer, max_draft_tokens=longest))
                 advance(1)
         return compare_policies(
             answers,
@@ -165,15 +167,15 @@ def compared_policies(
 
 
 def former_failures(setting: Setting, failures: Sequence[WeakPrefix]) -> list[FormerFailures]:
-    """Every drafter that can be replayed, at places where an earlier one failed."""
-    drafters = {name: one for name, one in setting.drafters.items() if is_replayable(one)}
+    """Every drafter at places where an earlier one failed."""
 
     def compute() -> list[FormerFailures]:
         found = []
-        with setting.stage("places where an earlier drafter failed", len(drafters)) as advance:
+        title, drafters = "places where an earlier drafter failed", setting.drafters
+        with setting.stage(title, len(drafters)) as advance:
             for name, drafter in drafters.items():
                 found.append(
-                    asked_again(setting.target, drafter, failures, name=name, **setting.bootstrap)
+                    asked_again(setting.states, drafter, failures, name=name, **setting.bootstrap)
                 )
                 advance(1)
         return found
@@ -267,14 +269,14 @@ def scores(
 ) -> list[AnswerScores] | None:
     """Both models' distributions along the answers; None for drafters that have none."""
     drafter = setting.drafters[name]
-    if not isinstance(drafter, CausalLMDrafter):
+    if not isinstance(drafter, ScoredDrafter):
         return None
 
     def compute() -> list[AnswerScores]:
         found = []
         with setting.stage(f"overlap of {name}, {suite}", len(answers)) as advance:
             for answer in answers:
-                found.append(score_answer(setting.target, drafter, answer))
+                found.append(score_answer(setting.states, drafter, answer))
                 advance(1)
         return found
 

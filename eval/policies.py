@@ -1,6 +1,6 @@
 """Draft-length policies replayed: one recording of drafts and confidences, any policy from it.
 
-At temperature 0 what a standalone drafter proposes from a position of the target's text, and how
+At temperature 0 what a drafter proposes from a position of the target's text, and how
 sure it is of each token, does not depend on the policy. So the drafts are recorded once, as long as
 the longest, and a policy is then asked exactly as the decoder asks it, round after round: counts,
 and whatever it learns on the way, are those of decoding with it.
@@ -10,21 +10,19 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from eval.asking import asked_along
 from eval.cost_model import RoundCosts, predicted_speedup
 from eval.on_request import PolicyResult
-from eval.replay import Answer, common_prefix, position_session
+from eval.replay import common_prefix
+from eval.target_texts import Answer, TargetStates
 from specdec_runtime.draft import Drafter
 from specdec_runtime.draft_length import (
     ConfidenceThreshold,
     CostAware,
     DraftLength,
     FixedLength,
-    LengthRound,
 )
 from specdec_runtime.stats import AcceptanceStats
-from specdec_runtime.target import Target
 
 THRESHOLDS = (0.2, 0.4, 0.6, 0.8)
 
@@ -56,24 +54,16 @@ def policies(costs: RoundCosts, num_draft_tokens: int) -> dict[str, DraftLength]
     return found
 
 
-@torch.inference_mode()
 def record(
-    target: Target, drafter: Drafter, answer: Answer, *, max_draft_tokens: int
+    states: TargetStates, drafter: Drafter, answer: Answer, *, max_draft_tokens: int
 ) -> list[RecordedDraft]:
     """The longest draft from every position of an answer but the first."""
-    recorder = _Recorder(max_draft_tokens)
-    session = position_session(target, drafter, answer, max_draft_tokens)
-    drafts = []
-    for position in range(1, len(answer.token_ids)):
-        committed = [[*answer.prompt_ids, *answer.token_ids[:position]]]
-        asked = LengthRound(recorder, [0], [max_draft_tokens], needs_confidence=True)
-        draft = session.propose([0], committed, asked, None)
-        session.commit([0], committed)
-        asked.finish([0])
-        count = int(draft.num_drafted[0])
-        tokens = draft.token_ids[0, :count].tolist()
-        rest = answer.token_ids[position : position + count]
-        drafts.append(RecordedDraft(common_prefix(tokens, rest), recorder.confidences))
+    recorder, drafts = _Recorder(max_draft_tokens), []
+    for asked in asked_along(
+        states, drafter, answer, recorder, most=max_draft_tokens, needs_confidence=True
+    ):
+        rest = answer.token_ids[asked.position :]
+        drafts.append(RecordedDraft(common_prefix(asked.token_ids, rest), recorder.confidences))
     return drafts
 
 

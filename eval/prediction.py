@@ -14,12 +14,9 @@ from eval.cost_model import (
     constant_rate_of,
     decomposition,
     deviation,
-    expected_acceptance_length,
     predicted_speedup,
 )
-from eval.intervals import Interval
 from eval.results import (
-    AcceptanceResult,
     CostResult,
     LengthPrediction,
     Prediction,
@@ -41,7 +38,7 @@ def predict(
     """Predicted speedup by draft length, what eats it, and how it compares with the clock.
 
     Args:
-        replayed: acceptance at each draft length, from a replay or from `decoded_lengths`.
+        replayed: acceptance at each draft length.
         speed: the measured speedup of the same drafter and suite, None where not measured.
     """
     costs = measured.costs
@@ -69,28 +66,6 @@ def predict(
         predicted_at_measured=predicted,
         deviation=deviation(predicted, known) if predicted and known else None,
     )
-
-
-def decoded_lengths(decoded: AcceptanceResult) -> list[ReplayedLength]:
-    """Acceptance at every shorter draft length, from a decode at a long one.
-
-    For drafters that cannot be replayed. Slightly high for short drafts' positions, slightly low
-    for their starts: rounds of another length start elsewhere.
-    """
-    lengths = []
-    num_rounds = int(decoded.num_rounds)
-    for k in range(1, decoded.num_draft_tokens + 1):
-        kept = [value.value or 0.0 for value in decoded.acceptance_by_position[:k]]
-        lengths.append(
-            ReplayedLength(
-                num_draft_tokens=k,
-                num_rounds=num_rounds,
-                num_accepted=round(num_rounds * sum(kept)),
-                acceptance_length=Interval(expected_acceptance_length(kept)),
-                rounds_by_drafted={k: num_rounds},
-            )
-        )
-    return lengths
 
 
 def speedups_by_length(lengths: Lengths, costs: RoundCosts) -> dict[int, float]:

@@ -1,44 +1,38 @@
 """Replay: what a drafter would propose at every position of the target's own greedy outputs.
 
 At temperature 0 an accepted draft is a prefix of the target's output, so the proposals along that
-output decide the acceptance of every draft length without decoding again. A causal LM needs one
-pass over each output (a proposal of k tokens matches as far as its top token equals the next one,
-teacher-forced); other drafters that read no target features are asked position by position. So a
-few prompts are decoded, and where their counts are the replayed ones, the others' need not be.
+output decide the acceptance of every draft length without decoding again. Where a drafter scores
+tokens (text_drafts.py), a proposal of k tokens matches as far as its top token is the text's, behind
+the text's; other drafters are asked position by position. So a few prompts are decoded, and where
+their counts are the replayed ones, the others' need not be.
 
-Shapes: n tokens of an answer; V target vocabulary; D hidden size.
+Exact or not: a drafter's proposal is a function of the committed tokens and, for some kinds, of the
+target's states at them, and neither depends on where rounds began. On the C++ engine every number of
+a replay has the bits that it has in decoding, so the counts are equal for every kind. Through
+transformers a pass over a text and a pass over a round differ in rounding, for target and drafter:
+equal but for near-ties of the drafter's two best tokens, which the decoded prompts would show.
+
+Shapes: n tokens of an answer, V target vocabulary.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eval.acceptance import Counts, length_interval, position_intervals
+from eval.asking import asked_along
 from eval.intervals import NUM_RESAMPLES, Interval, ratio_interval
 from eval.results import AcceptanceResult, ReplayedLength, ReplayResult
-from specdec_runtime.draft import Drafter, DraftSession
-from specdec_runtime.draft_length import FixedLength, LengthRound
-from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from eval.target_texts import Answer, TargetStates
+from eval.text_drafts import ScoredDrafter, read_along
+from specdec_runtime.draft import Drafter
+from specdec_runtime.draft_length import FixedLength
 from specdec_runtime.drafters.composite import CompositeDrafter
-from specdec_runtime.drafters.early_exit import EarlyExitDrafter
-from specdec_runtime.model import CausalModel
-from specdec_runtime.sampling import Sampler
-from specdec_runtime.sampling_settings import SamplingSettings
 from specdec_runtime.stats import AcceptanceStats
-from specdec_runtime.target import Target
-
-HEAD_CHUNK = 64  # positions whose logits are held at once: 64 x 49k floats are 12 MiB
-
-
-class Answer(NamedTuple):
-    """One greedy output of the target: the prompt, the new tokens, and the budget they had."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    max_new_tokens: int
 
 
 class Proposals(NamedTuple):
@@ -49,27 +43,29 @@ class Proposals(NamedTuple):
     num_matching: list[int]  # [n - 1]
 
 
-def is_replayable(drafter: Drafter | None) -> bool:
-    """Whether the drafter's proposals depend on the tokens alone, without the target's states."""
-    if drafter is None or isinstance(drafter, EarlyExitDrafter):
-        return False
-    return not drafter.hidden_layers
-
-
 def proposals(
-    target: Target, drafter: Drafter, answer: Answer, *, max_draft_tokens: int
+    states: TargetStates, drafter: Drafter, answer: Answer, *, max_draft_tokens: int
 ) -> Proposals:
     """What the drafter proposes along one answer, up to `max_draft_tokens` from every position."""
     if isinstance(drafter, CompositeDrafter):
         return _first_found(
             *(
-                proposals(target, part, answer, max_draft_tokens=max_draft_tokens)
+                proposals(states, part, answer, max_draft_tokens=max_draft_tokens)
                 for part in (drafter.lookup, drafter.model)
             )
         )
-    if isinstance(drafter, CausalLMDrafter):
-        return _teacher_forced(target, drafter, answer, max_draft_tokens)
-    return _asked(target, drafter, answer, max_draft_tokens)
+    if isinstance(drafter, ScoredDrafter):
+        answered = torch.tensor(answer.token_ids[1:])
+        proposed, matches = read_along(
+            states,
+            drafter,
+            answer,
+            lambda logits, places: _is_likeliest(logits, answered[places]),
+            goes_on=lambda values: values[-1],
+            max_draft_tokens=max_draft_tokens,
+        )
+        return Proposals(proposed, [sum(takewhile(bool, one)) for one in matches])
+    return _asked(states, drafter, answer, max_draft_tokens)
 
 
 def replayed_stats(
@@ -146,84 +142,22 @@ def replay(
     )
 
 
-def draft_logits(drafter: CausalLMDrafter, hidden: Tensor, vocab_size: int) -> Tensor:
-    """[N, V] logits over the target's real vocabulary of [N, D] hidden states of the drafter.
-
-    Tokens that the drafter cannot propose get -inf.
-    """
-    logits = drafter.model.logits_of(hidden)  # [N, n]
-    full = logits.new_full((len(logits), vocab_size), float("-inf"))
-    if drafter.draft_vocab is not None:
-        return full.index_copy_(1, drafter.draft_vocab.to(logits.device), logits)
-    width = min(vocab_size, logits.shape[1])
-    full[:, :width] = logits[:, :width]
-    return full
+def _is_likeliest(logits: Tensor, token_ids: Tensor) -> list[bool]:
+    return (logits.argmax(-1) == token_ids.to(logits.device)).tolist()
 
 
-def answer_hidden(model: CausalModel, answer: Answer) -> Tensor:
-    """[m, D] hidden states from which answer tokens 1, 2, ... are predicted, m <= n - 1.
-
-    Fewer than n - 1 where the model's positions end before the answer does.
-    """
-    tokens = [*answer.prompt_ids, *answer.token_ids[:-1]][: model.max_positions]
-    cache = model.new_cache(1, len(tokens))
-    output = model.forward(torch.tensor([tokens]), cache, logits=False, hidden_layers=(-1,))
-    return output.hidden[-1][0, len(answer.prompt_ids) :]
-
-
-@torch.inference_mode()
-def _teacher_forced(
-    target: Target, drafter: CausalLMDrafter, answer: Answer, max_draft_tokens: int
+def _asked(
+    states: TargetStates, drafter: Drafter, answer: Answer, max_draft_tokens: int
 ) -> Proposals:
-    count = len(answer.token_ids) - 1
-    if count < 1:
-        return Proposals([], [])
-    hidden = answer_hidden(drafter.model, answer)
-    top: list[int] = []
-    for chunk in hidden.split(HEAD_CHUNK):
-        top += draft_logits(drafter, chunk, target.real_vocab_size).argmax(-1).tolist()
-    matches = [t == token for t, token in zip(top, answer.token_ids[1:], strict=False)]
-    matches += [False] * (count - len(matches))
-    room = [drafter.model.max_positions - len(answer.prompt_ids) - i for i in range(count)]
-    proposed = [max(0, min(max_draft_tokens, left)) for left in room]
-    runs = [0] * (count + 1)  # runs[i]: matches from position i on
-    for i in reversed(range(count)):
-        runs[i] = runs[i + 1] + 1 if matches[i] else 0
-    return Proposals(proposed, [min(run, most) for run, most in zip(runs, proposed, strict=False)])
-
-
-@torch.inference_mode()
-def _asked(target: Target, drafter: Drafter, answer: Answer, max_draft_tokens: int) -> Proposals:
     """Ask a session at every position, as if each were the start of a round."""
     found = Proposals([], [])
-    session = position_session(target, drafter, answer, max_draft_tokens)
     lengths = FixedLength(max_draft_tokens).begin(1)
-    for position in range(1, len(answer.token_ids)):
-        committed = [[*answer.prompt_ids, *answer.token_ids[:position]]]
-        draft = session.propose([0], committed, LengthRound(lengths, [0], [max_draft_tokens]), None)
-        session.commit([0], committed)
-        count = int(draft.num_drafted[0])
-        drafted = draft.token_ids[0, :count].tolist()
-        rest = answer.token_ids[position : position + count]
-        found.num_proposed.append(count)
-        found.num_matching.append(common_prefix(drafted, rest))
+    for asked in asked_along(states, drafter, answer, lengths, most=max_draft_tokens):
+        found.num_proposed.append(len(asked.token_ids))
+        found.num_matching.append(
+            common_prefix(asked.token_ids, answer.token_ids[asked.position :])
+        )
     return found
-
-
-def position_session(
-    target: Target, drafter: Drafter, answer: Answer, max_draft_tokens: int
-) -> DraftSession:
-    """A greedy session that can be asked at every position of an answer."""
-    sampler = Sampler(
-        SamplingSettings(),
-        batch_size=1,
-        prompt_lengths=[len(answer.prompt_ids)],
-        eos_token_ids=target.eos_token_ids,
-        real_vocab_size=target.real_vocab_size,
-        device=target.model.device,
-    )
-    capacity = len(answer.prompt_ids) + len(answer.token_ids) + max_draft_tokens + 1
-    return drafter.begin(1, capacity, sampler)
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:

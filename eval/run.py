@@ -34,13 +34,14 @@ from eval.inspection import AnswerScores, trace_answers, weak_prefixes
 from eval.measured_acceptance import answers_of, greedy_acceptance, plain, sampled_acceptance
 from eval.measurements import Setting, TokenLists
 from eval.parts import Parts, fingerprint_of
-from eval.prediction import decoded_lengths, speedups_by_length
+from eval.prediction import speedups_by_length
 from eval.progress import Stage, terminal_stage
 from eval.reference import Reference, own_decoder, plain_decoders
-from eval.replay import Answer, is_replayable
 from eval.report import write_report, write_results
 from eval.results import SCHEMA_VERSION, AcceptanceResult, IdentityCheck, ReplayedLength, Results
+from eval.sampled_replay import is_recordable
 from eval.suites import EvalPrompt, as_prompts, fitting, spread, write_prompts
+from eval.target_texts import Answer, TargetStates
 from eval.timing import SuiteTiming, time_suite
 from eval.trace import Trace, WeakPrefix
 from specdec_runtime.draft import Drafter
@@ -102,7 +103,8 @@ def evaluate(
     ids = {name: [p.token_ids for p in given] for name, given in kept.items()}
     facts = (SCHEMA_VERSION, results.target, results.drafters, results.settings, ids)
     parts = Parts(folder, fingerprint_of(*facts))
-    setting = Setting(target, used, kept, config, parts, stage, Reference(target))
+    states = TargetStates(target, [k for one in used.values() for k in one.hidden_layers])
+    setting = Setting(target, used, kept, config, parts, stage, Reference(target), states)
     too_long = {name: len(suites[name]) - len(fitted[name]) for name in suites}
     evaluation = _Evaluation(setting, results, folder, too_long)
     evaluation.notes, evaluation.failures = list(notes), failures
@@ -175,7 +177,7 @@ class _Evaluation:
             num_prompts=max(map(len, setting.suites.values())),
             prompt_tokens=sum(len(p.token_ids) for p in prompts) / len(prompts),
             num_drafters=len(setting.drafters),
-            num_replayed=sum(map(is_replayable, setting.drafters.values())),
+            num_recorded=sum(map(is_recordable, setting.drafters.values())),
             num_temperatures=1 if config.sampling_temperature is None else 2,
         )
         fitted = fit_prompts(self.pass_s, amounts, config)
@@ -227,9 +229,6 @@ class _Evaluation:
             self.results.acceptance.append(greedy)
             self.check_decoded(greedy)
             self.sample(name, suite)
-            if proposed is None:
-                self.lengths[name, suite] = decoded_lengths(greedy)
-                continue
             answers = self.answers(suite)
             scored = measurements.scores(setting, name, suite, answers)
             replayed = measurements.replayed(setting, greedy, answers, proposed, scored)
@@ -316,7 +315,7 @@ class _Evaluation:
         if self.failures:
             self.results.former_failures += measurements.former_failures(setting, self.failures)
         first = next(iter(setting.drafters))
-        if config.policies and is_replayable(setting.drafters[first]):
+        if config.policies:
             costs = next(c for c in self.results.costs if c.drafter == first)
             for suite in setting.suites:
                 best = self.lengths_to_time(first, suite)[0]

@@ -13,6 +13,9 @@ whatever the text goes on with. Rounds draw on their own, so the places where ro
 Markov chain along the text, and every count has its expectation without a draw: the chance of
 acceptance drops out of the figures, and only that of the texts is left in their intervals.
 
+For a drafter that goes on from states of its own, q depends on where the draft began as well; each
+draft is followed by itself, as far as what is left of it shows (NEGLIGIBLE).
+
 Shapes: n tokens of an answer, V target vocabulary.
 """
 
@@ -24,13 +27,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eval.replay import HEAD_CHUNK, Answer, Proposals, answer_hidden, draft_logits, proposals
+from eval.replay import Proposals, proposals
+from eval.target_texts import Answer, TargetStates
+from eval.text_drafts import HEAD_CHUNK, ScoredDrafter, read_along
 from specdec_runtime.draft import Drafter
-from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
-from specdec_runtime.target import Target
+
+NEGLIGIBLE = 1e-6  # a draft that is kept so rarely is not followed: a millionth of a round
 
 
 class Keeps(NamedTuple):
@@ -72,23 +77,24 @@ def is_recordable(drafter: Drafter) -> bool:
         return is_recordable(drafter.lookup) and is_recordable(drafter.model)
     if isinstance(drafter, SuffixLookupDrafter):
         return not drafter.remembers
-    return isinstance(drafter, CausalLMDrafter | PromptLookupDrafter)
+    return isinstance(drafter, ScoredDrafter | PromptLookupDrafter)
 
 
 @torch.inference_mode()
-def target_log_probs(target: Target, answer: Answer, *, temperature: float) -> list[float]:
+def target_log_probs(states: TargetStates, answer: Answer, *, temperature: float) -> list[float]:
     """log p of each answer token but the first; fewer where the target's positions end."""
-    hidden = answer_hidden(target.model, answer)
+    model, size = states.target.model, states.target.real_vocab_size
+    answered = torch.tensor(answer.token_ids[1:])
     found: list[float] = []
-    for start in range(0, len(hidden), HEAD_CHUNK):
-        logits = target.model.logits_of(hidden[start : start + HEAD_CHUNK])
-        found += _of_answer(logits[:, : target.real_vocab_size] / temperature, answer, start)
+    for hidden, tokens in zip(
+        states.head_input(answer).split(HEAD_CHUNK), answered.split(HEAD_CHUNK), strict=False
+    ):
+        found += _log_probs(model.logits_of(hidden)[:, :size] / temperature, tokens)
     return found
 
 
-@torch.inference_mode()
 def keeps(
-    target: Target,
+    states: TargetStates,
     drafter: Drafter,
     answer: Answer,
     target_log_probs: Sequence[float],
@@ -105,7 +111,7 @@ def keeps(
     if isinstance(drafter, CompositeDrafter):
         first, second = (
             keeps(
-                target,
+                states,
                 part,
                 answer,
                 target_log_probs,
@@ -116,15 +122,24 @@ def keeps(
         )
         chosen = [a if a[0] else b for a, b in zip(_pairs(first), _pairs(second), strict=True)]
         return Keeps([count for count, _ in chosen], [survival for _, survival in chosen])
-    if not isinstance(drafter, CausalLMDrafter) or drafter.temperature == 0:
-        certain = proposals(target, drafter, answer, max_draft_tokens=max_draft_tokens)
+    if not isinstance(drafter, ScoredDrafter) or drafter.temperature == 0:
+        certain = proposals(states, drafter, answer, max_draft_tokens=max_draft_tokens)
         return Keeps(certain.num_proposed, _certain_survival(certain))
-    log_q = _draft_log_probs(target, drafter, answer, drafter.temperature or temperature)
-    ratios = [q - p for q, p in zip(log_q, target_log_probs, strict=False)]
-    count = len(answer.token_ids) - 1
-    room = [drafter.model.max_positions - len(answer.prompt_ids) - i for i in range(count)]
-    proposed = [max(0, min(max_draft_tokens, left)) for left in room]
-    return Keeps(proposed, [survival(ratios[i : i + n]) for i, n in enumerate(proposed)])
+    answered, heat = torch.tensor(answer.token_ids[1:]), drafter.temperature or temperature
+
+    def log_ratios(logits: Tensor, places: slice) -> list[float]:
+        log_q = _log_probs(logits / heat, answered[places])
+        return [q - p for q, p in zip(log_q, target_log_probs[places], strict=False)]
+
+    proposed, ratios = read_along(
+        states,
+        drafter,
+        answer,
+        log_ratios,
+        goes_on=lambda values: survival(values)[-1] > NEGLIGIBLE,
+        max_draft_tokens=max_draft_tokens,
+    )
+    return Keeps(proposed, [survival(one) for one in ratios])
 
 
 def survival(log_ratios: Sequence[float]) -> list[float]:
@@ -160,24 +175,10 @@ def expected_counts(answer: Answer, kept: Keeps, num_draft_tokens: int) -> Expec
     return counts
 
 
-def _of_answer(logits: Tensor, answer: Answer, start: int) -> list[float]:
-    """Log-probabilities of answer tokens start + 1, ... under [N, V] logits."""
-    answered = torch.tensor(answer.token_ids[start + 1 : start + 1 + len(logits)])
-    logits = logits[: len(answered)]
-    chosen = logits.gather(1, answered[:, None].to(logits.device))[:, 0]
+def _log_probs(logits: Tensor, token_ids: Tensor) -> list[float]:
+    """Of tokens [N] under [N, V] logits."""
+    chosen = logits.gather(1, token_ids[:, None].to(logits.device))[:, 0]
     return (chosen - logits.logsumexp(-1)).double().tolist()
-
-
-def _draft_log_probs(
-    target: Target, drafter: CausalLMDrafter, answer: Answer, temperature: float
-) -> list[float]:
-    hidden = answer_hidden(drafter.model, answer)
-    found: list[float] = []
-    for start in range(0, len(hidden), HEAD_CHUNK):
-        window = hidden[start : start + HEAD_CHUNK]
-        logits = draft_logits(drafter, window, target.real_vocab_size) / temperature
-        found += _of_answer(logits, answer, start)
-    return found
 
 
 def _certain_survival(certain: Proposals) -> list[list[float]]:

@@ -5,9 +5,9 @@ import pytest
 from eval.acceptance import measure_acceptance
 from eval.former_failures import asked_again, read_failures
 from eval.inspection import score_answer, weak_prefixes
-from eval.replay import Answer
 from eval.report import write_report
 from eval.suites import EvalPrompt
+from eval.target_texts import Answer, TargetStates
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import as_target
@@ -29,7 +29,7 @@ def failures(target, tmp_path_factory):
     ids = [prompt.token_ids for prompt in PROMPTS]
     texts = measure_acceptance(target, None, ids, num_draft_tokens=0, max_new_tokens=16).token_ids
     answers = [Answer(p, text, 16) for p, text in zip(ids, texts, strict=True)]
-    scores = [score_answer(target, half_right_draft(), answer) for answer in answers]
+    scores = [score_answer(TargetStates(target), half_right_draft(), answer) for answer in answers]
     weak = weak_prefixes(target, PROMPTS, answers, scores, drafter="d", suite="s")
     folder = tmp_path_factory.mktemp("run")
     write_report(folder / "eval", sample_results(), [], weak)
@@ -44,7 +44,7 @@ def test_they_are_read_from_a_run_an_evaluation_or_the_file(failures, place):
 def test_the_same_drafter_is_wrong_at_all_of_them_and_the_target_at_none(target, failures):
     prefixes = read_failures(failures)
     same, best = (
-        asked_again(target, drafter, prefixes, name="d", num_resamples=100)
+        asked_again(TargetStates(target), drafter, prefixes, name="d", num_resamples=100)
         for drafter in (half_right_draft(), CausalLMDrafter(HFModel(tiny_llama(0))))
     )
     assert (same.num_right, best.num_right) == (0, len(prefixes))

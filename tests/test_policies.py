@@ -4,7 +4,8 @@ import pytest
 
 from eval.cost_model import RoundCosts
 from eval.policies import compare_policies, policies, policy_stats, record
-from eval.replay import Answer, proposals, replayed_stats
+from eval.replay import proposals, replayed_stats
+from eval.target_texts import Answer, TargetStates
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import ConfidenceThreshold, CostAware, FixedLength
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
@@ -34,7 +35,8 @@ def decoded():
     decoder = SpeculativeDecoder(target, None)
     texts = decoder.generate(prompts, max_new_tokens=40, eos_token_id=()).token_ids
     answers = [Answer(p, text, 40) for p, text in zip(prompts, texts, strict=True)]
-    drafts = [record(target, drafter, answer, max_draft_tokens=LONGEST) for answer in answers]
+    states = TargetStates(target)
+    drafts = [record(states, drafter, answer, max_draft_tokens=LONGEST) for answer in answers]
     matching = [draft.num_matching for recorded in drafts for draft in recorded]
     assert 0 in matching
     assert LONGEST in matching
@@ -69,7 +71,7 @@ def test_replayed_counts_are_those_of_decoding_with_the_policy(decoded, policy):
 def test_a_fixed_policy_replays_as_the_replay_of_fixed_lengths_does(decoded):
     target, drafter, answers, drafts = decoded
     for answer, recorded in zip(answers, drafts, strict=True):
-        known = proposals(target, drafter, answer, max_draft_tokens=LONGEST)
+        known = proposals(TargetStates(target), drafter, answer, max_draft_tokens=LONGEST)
         for length in range(1, LONGEST + 1):
             assert policy_stats(FixedLength(length), answer, recorded) == replayed_stats(
                 answer, known, length

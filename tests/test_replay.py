@@ -6,8 +6,9 @@ import torch
 from eval.acceptance import acceptance_result, measure_acceptance
 from eval.breakdown import breakdown, edge_group, token_classes
 from eval.inspection import score_answer, trace_answers, weak_prefixes
-from eval.replay import Answer, proposals, replay, replayed_stats
+from eval.replay import proposals, replay, replayed_stats
 from eval.suites import EvalPrompt
+from eval.target_texts import Answer, TargetStates
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.hf_model import HFModel
@@ -70,7 +71,9 @@ def answers(target: Target) -> list[Answer]:
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_replayed_counts_equal_decoded_counts_for_every_draft_length(name, target, answers):
     drafter = DRAFTERS[name]()
-    found = [proposals(target, drafter, answer, max_draft_tokens=4) for answer in answers]
+    found = [
+        proposals(TargetStates(target), drafter, answer, max_draft_tokens=4) for answer in answers
+    ]
     for k in (1, 4):
         decoded = greedy(target, drafter, k)
         replayed = [replayed_stats(a, p, k)[0] for a, p in zip(answers, found, strict=True)]
@@ -86,7 +89,9 @@ def test_some_answers_of_the_fixture_end_early_and_some_at_their_length(answers)
 def test_replay_of_a_drafter_that_was_decoded_differently_is_not_exact(target, answers):
     drafter = half_right_draft()
     decoded = record(greedy(target, DRAFTERS["useless"](), 3))
-    found = [proposals(target, drafter, answer, max_draft_tokens=3) for answer in answers]
+    found = [
+        proposals(TargetStates(target), drafter, answer, max_draft_tokens=3) for answer in answers
+    ]
     result = replay(answers, found, decoded=decoded, max_draft_tokens=3)
     assert not result.exact
     assert result.agrees is False
@@ -95,7 +100,9 @@ def test_replay_of_a_drafter_that_was_decoded_differently_is_not_exact(target, a
 def test_replay_record_reports_agreement_and_every_length(target, answers):
     drafter = half_right_draft()
     decoded = record(greedy(target, drafter, 3))
-    found = [proposals(target, drafter, answer, max_draft_tokens=4) for answer in answers]
+    found = [
+        proposals(TargetStates(target), drafter, answer, max_draft_tokens=4) for answer in answers
+    ]
     result = replay(answers, found, decoded=decoded, max_draft_tokens=4)
     assert result.exact
     assert result.agrees
@@ -119,11 +126,13 @@ def record(measured):
 
 def test_breakdown_groups_every_position_once_and_agrees_with_the_replay(target, answers):
     drafter = half_right_draft()
-    scores = [score_answer(target, drafter, answer) for answer in answers]
+    scores = [score_answer(TargetStates(target), drafter, answer) for answer in answers]
     kinds = ("even", "odd")
     prompts = [EvalPrompt(str(i), ids, kinds[i % 2]) for i, ids in enumerate(PROMPTS)]
     groups = breakdown(target, prompts, answers, scores, drafter="d", suite="s", num_resamples=100)
-    found = [proposals(target, drafter, answer, max_draft_tokens=1) for answer in answers]
+    found = [
+        proposals(TargetStates(target), drafter, answer, max_draft_tokens=1) for answer in answers
+    ]
     matching = sum(sum(p.num_matching) for p in found)
     by_category = [g for g in groups if g.by == "category"]
     assert sum(g.num_positions for g in by_category) == sum(len(p.num_matching) for p in found)
@@ -131,16 +140,16 @@ def test_breakdown_groups_every_position_once_and_agrees_with_the_replay(target,
 
 
 def test_overlap_is_one_for_a_perfect_drafter_and_lower_for_others(target, answers):
-    perfect = score_answer(target, DRAFTERS["perfect"](), answers[0])
+    perfect = score_answer(TargetStates(target), DRAFTERS["perfect"](), answers[0])
     assert perfect.overlap == pytest.approx([1.0] * len(perfect.overlap))
-    useless = score_answer(target, DRAFTERS["useless"](), answers[0])
+    useless = score_answer(TargetStates(target), DRAFTERS["useless"](), answers[0])
     assert max(useless.overlap) < 1.0
     assert all(entropy >= 0 for entropy in useless.entropy)
 
 
 def test_weak_prefixes_are_places_where_the_top_tokens_differ(target, answers):
     drafter = half_right_draft()
-    scores = [score_answer(target, drafter, answer) for answer in answers]
+    scores = [score_answer(TargetStates(target), drafter, answer) for answer in answers]
     prompts = [EvalPrompt(str(i), ids) for i, ids in enumerate(PROMPTS)]
     weak = weak_prefixes(target, prompts, answers, scores, drafter="d", suite="s")
     assert weak

@@ -13,7 +13,7 @@ from eval.measurements import Setting
 from eval.parts import Parts
 from eval.progress import silent_stage
 from eval.reference import Reference
-from eval.replay import Answer, proposals, replayed_stats, same_counts
+from eval.replay import proposals, replayed_stats, same_counts
 from eval.sampled_replay import (
     Keeps,
     expected_counts,
@@ -23,6 +23,7 @@ from eval.sampled_replay import (
     target_log_probs,
 )
 from eval.suites import EvalPrompt
+from eval.target_texts import Answer, TargetStates
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
@@ -54,7 +55,7 @@ def sampled(target) -> list[tuple[Answer, list[float]]]:
         batch_size=len(prompts), seed=10_000,
     )  # fmt: skip
     answers = [Answer(p, ids, LENGTH) for p, ids in zip(prompts, found.token_ids, strict=True)]
-    return [(a, target_log_probs(target, a, temperature=1.0)) for a in answers]
+    return [(a, target_log_probs(TargetStates(target), a, temperature=1.0)) for a in answers]
 
 
 DRAFTERS = {
@@ -71,7 +72,9 @@ def test_expected_acceptance_is_what_decoding_with_other_draws_has(name, target,
     rows = [
         expected_counts(
             answer,
-            keeps(target, drafter, answer, known, temperature=1.0, max_draft_tokens=K),
+            keeps(
+                TargetStates(target), drafter, answer, known, temperature=1.0, max_draft_tokens=K
+            ),
             K,
         )
         for answer, known in sampled
@@ -124,8 +127,8 @@ def test_certain_keeps_give_the_counts_of_the_greedy_replay(target):
     drafter = PromptLookupDrafter()
     for prompt, text in zip(PROMPTS, plain_texts.token_ids, strict=True):
         answer = Answer(prompt, text, LENGTH)
-        certain = proposals(target, drafter, answer, max_draft_tokens=K)
-        kept = keeps(target, drafter, answer, [], temperature=1.0, max_draft_tokens=K)
+        certain = proposals(TargetStates(target), drafter, answer, max_draft_tokens=K)
+        kept = keeps(TargetStates(target), drafter, answer, [], temperature=1.0, max_draft_tokens=K)
         replayed = replayed_stats(answer, certain, K)[0]
         assert same_counts(expected_counts(answer, kept, K), replayed)
 
@@ -149,14 +152,14 @@ def setting_of(target, drafter, **config) -> Setting:
     )
     return Setting(
         target, {"d": drafter}, {"s": prompts}, settings, Parts(None, ""), silent_stage,
-        Reference(target),
+        Reference(target), TargetStates(target),
     )  # fmt: skip
 
 
 def test_a_few_prompts_are_decoded_and_the_others_counted_as_decoding_would(target):
     setting = setting_of(target, half_right_draft())
     record, proposed = greedy_acceptance(setting, "d", "s", plain(setting, "s", 0.0))
-    assert proposed is not None
+    assert len(proposed) == 4
     assert (record.num_prompts, record.num_decoded) == (4, 2)
     assert [counts.decoded for counts in record.prompts] == [True, False, True, False]
     decoded = measure_acceptance(
@@ -198,5 +201,5 @@ def test_a_drafter_whose_distribution_is_not_known_is_decoded(target):
 def test_a_copy_of_the_target_keeps_everything(target, sampled):
     answer, known = sampled[0]
     copy = CausalLMDrafter(HFModel(tiny_llama(0)))
-    kept = keeps(target, copy, answer, known, temperature=1.0, max_draft_tokens=K)
+    kept = keeps(TargetStates(target), copy, answer, known, temperature=1.0, max_draft_tokens=K)
     assert all(value == pytest.approx(1.0) for row in kept.survival for value in row)

@@ -181,7 +181,7 @@ def test_fastest_plain_decoder_is_the_baseline(target):
 def test_fewer_prompts_are_decoded_where_a_pass_is_slow():
     config = EvaluationConfig(time_limit_s=100.0)
     amounts = Amounts(
-        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=2, num_replayed=2,
+        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=2, num_recorded=2,
         num_temperatures=2,
     )  # fmt: skip
     fast, slow = [0.001] * 9, [0.2] * 9
@@ -195,10 +195,10 @@ def test_fewer_prompts_are_decoded_where_a_pass_is_slow():
 
 def test_drafters_that_are_replayed_leave_time_for_more_prompts():
     amounts = Amounts(
-        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=3, num_replayed=3,
+        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=3, num_recorded=3,
         num_temperatures=2,
     )  # fmt: skip
-    decoded = replace(amounts, num_replayed=0)
+    decoded = replace(amounts, num_recorded=0)
     passes = [0.02 + 0.0015 * i for i in range(9)]
     config = EvaluationConfig()
     replayed_prompts = fit_prompts(passes, amounts, config).num_prompts
