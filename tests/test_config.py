@@ -95,6 +95,7 @@ def test_the_baseline_differs_from_distill_in_its_loss_alone(distill: TrainConfi
         ("experiment=smoke", "write +experiment="),
         ("optim.learning_rate=-1", "optim.learning_rate must be positive, got -1.0"),
         ("optim.learning_rate=fast", "optim.learning_rate: "),
+        ("export_formats=[vlm]", "format=vlm is not known, expected one of draftloop"),
         ("acceptance.share=2", "acceptance.share must lie between 0 and 1"),
         ("+prompts.sources.word_problem=1", "prompts.sources.word_problem is not a source"),
         ("target.model=???", "target.model has no value"),

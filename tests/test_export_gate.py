@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 
 from specdec_runtime.stats import AcceptanceStats
+from tests.export_folders import write_causal_lm, write_target
 from train.acceptance import AcceptanceConfig
-from train.export import gate
+from train.export import gate, run_folder
 from train.export.gate import verify_trained
 from train.export.observation import Observation
+from train.export.parity import compare
+from train.export.run_folder import export_formats
 
 CONFIG = AcceptanceConfig(num_prompts=4, max_new_tokens=12)
 
@@ -31,3 +34,21 @@ def test_another_acceptance_or_another_text_fails_the_gate(monkeypatch):
             continue
         with pytest.raises(ValueError, match=message):
             verify_trained(Path("drafter"), trained_length=trained, **given)
+
+
+def test_formats_asked_for_are_exported_verified_and_served_again_and_again(tmp_path, monkeypatch):
+    drafter = write_causal_lm(tmp_path / "drafter", write_target(tmp_path / "target"))
+    row = AcceptanceStats()
+    row.add_round(3, 1)
+    seen = Observation([[1]] * 100, [[1]], [row] * 2, same_text=True)
+    same = compare(seen, seen, needed=1)
+    monkeypatch.setattr(run_folder, "verify", lambda *_, **__: same)
+    monkeypatch.setattr(run_folder, "engine_lines", lambda _, folder, form: [f"served {form}"])
+    for _ in range(2):  # a continued run exports again
+        said: list[str] = []
+        export_formats(drafter, tmp_path / "export", ["vllm"], said.append)
+        assert said[0] == f"{tmp_path / 'export' / 'vllm'}: written, passes the rules of vllm"
+        assert said[1].startswith("parity: 100.0% of 100 contexts")
+        assert said[2:] == ["served vllm"]
+    with pytest.raises(ValueError, match="cannot be exported to speculators"):
+        export_formats(drafter, tmp_path / "export", ["speculators"], said.append)

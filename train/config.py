@@ -18,6 +18,7 @@ from distill.signal_forms import SignalsConfig, require_form
 from eval.config import EvaluationConfig
 from specdec_runtime.engines import Engine
 from train.acceptance import AcceptanceConfig
+from train.export.registry import format_named
 from train.optim import OptimConfig
 from train.precision import Precision
 from train.run_log import TrackingConfig
@@ -97,6 +98,8 @@ class TrainConfig:
     answers_folder: answers that exist, of `python -m distill.answers`; null = have them written.
     verify_export: load the exported folder in another process, which loads the target once more, and
         compare its acceptance with that in training.
+    export_formats: engines' formats that the drafter is exported to at the end, into `export/`; each
+        is verified, and served by its engine where that is installed: see train.export.
     evaluate_lookup: measure lookup beside the drafter: alone, the baseline that costs nothing,
         and in front of the drafter, where the drafter can follow it.
     """
@@ -119,10 +122,13 @@ class TrainConfig:
     acceptance: AcceptanceConfig = field(default_factory=AcceptanceConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     verify_export: bool = True
+    export_formats: list[str] = field(default_factory=list)
     evaluate_lookup: bool = True
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
+        for form in self.export_formats:
+            format_named(form)
         if self.resume is not None and self.run_dir is not None:
             raise ValueError("resume and run_dir contradict each other: give one of them")
         if self.on_policy.fraction and self.draft.kind not in ON_POLICY_KINDS:

@@ -38,6 +38,7 @@ from train.stages import (
     check_folder,
     evaluate_folder,
     export,
+    export_for_engines,
     load_training,
     train_drafter,
     verify_folder,
@@ -117,6 +118,7 @@ def _run_stages(job: Job) -> RunResult:
         on_main(job.accelerator, lambda: check_folder(job, material, training, folder))
         on_main(job.accelerator, lambda: verify_folder(job, training, folder, state))
         summary = on_main(job.accelerator, lambda: evaluate_folder(job, material, folder, state))
+        on_main(job.accelerator, lambda: export_for_engines(job, folder))
     summary["seconds"] = round(time.monotonic() - started, 1)
     job.log.write_results(
         drafter=folder,

@@ -28,7 +28,7 @@ from train.drafter_folder import DrafterWriter, add_measurements, manifest_for
 from train.drafter_start import Start, start_drafter
 from train.evaluation_summary import measured_values, recommended_values, summary_of
 from train.export.gate import verify_trained
-from train.export.run_folder import export_best
+from train.export.run_folder import export_best, export_formats
 from train.job import Job
 from train.loop import Intervals, Measurement, measured_step_s, steps_in, train
 from train.material import Material
@@ -45,6 +45,7 @@ from train.wiring import check_wiring, wiring_values
 
 PRECISION = "precision.json"
 EVALUATION = "eval"
+EXPORT = "export"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def load_training(job: Job, material: Material) -> Training:
     writer = DrafterWriter(
         recipe,
         _manifest(config, material, recipe.kind_config()),
-        tokenizer=material.target.tokenizer,
+        tokenizer=recipe.tokenizer or material.target.tokenizer,
         dtype=start.target_dtype,
         draft_vocab=start.vocab_tensors,
     )
@@ -206,7 +207,9 @@ def check_folder(job: Job, material: Material, training: Training, folder: Path)
     # Frozen parts are read when the objective is made: also they have to be those that were written.
     written = recipe.snapshot()
     written.module = recipe.written(training.start.target_dtype).float()
-    drafter = load_drafter(folder, material.target, engine=config.target.engine)
+    drafter = load_drafter(
+        folder, material.target, engine=config.target.engine, **recipe.scored_settings
+    )
     assert drafter is not None
     found = check_wiring(
         material.target,
@@ -248,6 +251,17 @@ def verify_folder(job: Job, training: Training, folder: Path, state: TrainState)
         trained_length=state.best_score,
     )
     job.say(said)
+
+
+def export_for_engines(job: Job, folder: Path) -> None:
+    """The formats asked for, with the draft length that the evaluation recommends.
+
+    Raises:
+        ValueError, RuntimeError: see `export_formats`.
+    """
+    if job.config.export_formats:
+        job.stage = "export"
+        export_formats(folder, job.run_dir / EXPORT, job.config.export_formats, job.say)
 
 
 def evaluate_folder(

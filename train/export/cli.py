@@ -24,9 +24,8 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from specdec_runtime.formats import is_drafter_folder, read_manifest
-from train.export.engine_parity import HEADER, verify_engine
-from train.export.engines import ENGINES, environments, python_of
-from train.export.exporting import Exported, export
+from train.export.engine_parity import engine_lines
+from train.export.exporting import export
 from train.export.hub import push
 from train.export.parity import verify
 from train.export.registry import FORMATS, format_named
@@ -127,23 +126,9 @@ def run_command(given: dict[str, str]) -> None:
         )  # to its base model's dtype, unless told otherwise
         same_dtype = given.get("dtype", "bfloat16" if is_rounded else "float32") == "float32"
         print(verify(done.source, done.folder, engine=engine, same_dtype=same_dtype).describe())
-        print_engine_parity(done, engine)
+        print("\n".join(engine_lines(done.source, done.folder, engine)))
     if "push_to_hub" in given:
         push(done.folder, given["push_to_hub"], dry_run=given.get("dry_run") == "true")
-
-
-def print_engine_parity(done: Exported, form: str) -> None:
-    """The folder in its engine beside our runtime, as a table; or why there is none."""
-    if form not in ENGINES:
-        print(f"no engine on this machine reads {form} folders: not served")
-    elif python_of(ENGINES[form]) is None:
-        print(
-            f"{ENGINES[form]} is not installed in {environments()} (make serving-env): not served"
-        )
-    else:
-        print(HEADER)
-        for parity in verify_engine(done.source, done.folder, form):
-            print(parity.row())
 
 
 def drafter_of_run(run_dir: Path) -> Path:

@@ -19,7 +19,7 @@ from specdec_runtime.loading import load_drafter, load_target
 from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import Target
 from train.export.causes import likely_causes
-from train.export.engines import ENGINES, Served, serve
+from train.export.engines import ENGINES, Served, environments, python_of, serve
 from train.export.observation import fixed_prompts
 from train.export.registry import format_named
 from train.export.runtime_folder import runtime_folder
@@ -147,6 +147,19 @@ def verify_engine(
             )
     _require_parity(found, source, folder, form)
     return found
+
+
+def engine_lines(source: Source, folder: Path, form: str) -> list[str]:
+    """For the terminal: the folder in its engine beside our runtime; or why it was not served.
+
+    Raises:
+        ValueError, RuntimeError: see `verify_engine`.
+    """
+    if form not in ENGINES:
+        return [f"no engine on this machine reads {form} folders: not served"]
+    if python_of(ENGINES[form]) is None:
+        return [f"{ENGINES[form]} is not installed in {environments()}: not served"]
+    return [HEADER, *(parity.row() for parity in verify_engine(source, folder, form))]
 
 
 def _require_parity(found: list[EngineParity], source: Source, folder: Path, form: str) -> None:
