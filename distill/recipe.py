@@ -9,7 +9,7 @@ A trainer only sees these; adding a kind touches nothing else.
 
 import importlib
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -55,6 +55,10 @@ class DraftSettings:
         k for the residual after k layers."""
         return ()
 
+    def fixed_tokens(self, target_tokenizer: Any) -> Tensor | None:
+        """[n] ascending target ids, where the kind itself decides what can be proposed; else None."""
+        return None
+
 
 @dataclass(frozen=True)
 class TargetParts:
@@ -85,6 +89,9 @@ class Recipe(Protocol):
 
     module: nn.Module  # float32; what requires a gradient in it is trained, and nothing else
     feature_layers: tuple[int, ...]  # of the target's residuals that examples have to hold
+    tokenizer: Any  # of the drafter, where it is another than the target's; else None
+    # Of the runtime's drafter: with these it proposes what the objective scores.
+    scored_settings: Mapping[str, Any]
 
     def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         """What is computed once, before the first step, by parameter name; may be empty."""

@@ -310,3 +310,8 @@ def split_rows(rows: Rows, counts: Sequence[int]) -> list[Rows]:
     """The signals of several texts, `counts` positions each; on the CPU."""
     tensors = [getattr(rows, field.name).cpu().split(counts) for field in fields(rows)]  # type: ignore[arg-type]
     return [type(rows)(*parts) for parts in zip(*tensors, strict=True)]
+
+
+def rows_at(rows: Rows, index: Tensor) -> Rows:
+    """The signal at some positions, [M] int64 indices."""
+    return type(rows)(*(getattr(rows, field.name)[index] for field in fields(rows)))  # type: ignore[arg-type]

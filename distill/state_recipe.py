@@ -1,7 +1,8 @@
 """What the recipes of drafters on the target's own states share: `eagle3` and `parallel`."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -20,6 +21,8 @@ class StateRecipe:
     A kind says how its start is solved, what its objective is, what runs it and what compiles.
     """
 
+    tokenizer: Any = None
+    scored_settings: Mapping[str, Any] = MappingProxyType({})
     module: Any  # the kind's network
     _settings: Any  # the kind's `DraftSettings`
 

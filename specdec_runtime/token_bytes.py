@@ -16,7 +16,7 @@ _SPACE_BYTE_LEVEL, _SPACE_SENTENCEPIECE = "\u0120", "\u2581"
 
 
 def shared_tokens(draft: Any, target: Any) -> tuple[Tensor, Tensor]:
-    """(draft ids [n], target ids [n]) of the tokens that spell the same bytes in both.
+    """(draft ids [n], target ids [n]) of the tokens that spell the same bytes in both, each id once.
 
     The two end-of-text tokens are taken as one, whatever they are called; other special tokens
     mean different things in different models and are left out.
@@ -24,11 +24,12 @@ def shared_tokens(draft: Any, target: Any) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: if the vocabularies have nothing in common.
     """
-    ours, theirs = token_bytes(draft), token_bytes(target)
-    by_spelling = {spelling: token for token, spelling in theirs.items()}
-    pairs = {
-        token: by_spelling[spelling] for token, spelling in ours.items() if spelling in by_spelling
-    }
+    # Where two tokens spell the same ("<0x41>" and "A"), a tokenizer writes the later one.
+    ours, theirs = (
+        {spelling: token for token, spelling in sorted(token_bytes(tokenizer).items())}
+        for tokenizer in (draft, target)
+    )
+    pairs = {token: theirs[spelling] for spelling, token in ours.items() if spelling in theirs}
     if draft.eos_token_id is not None and target.eos_token_id is not None:
         pairs[draft.eos_token_id] = target.eos_token_id
     if not pairs:

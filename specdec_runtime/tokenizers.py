@@ -66,7 +66,8 @@ def check_same_tokenizer(draft: Any, target: Any) -> None:
             raise ValueError(
                 f"draft and target tokenizers differ at id {token_id}: the draft reads "
                 f"{ours.get(token_id)!r}, the target {theirs.get(token_id)!r}; train the draft "
-                "with the target's tokenizer, or declare it cross_tokenizer"
+                "with the target's tokenizer, or declare the difference: draft=cross_tokenizer to "
+                "train it, cross_tokenizer:FOLDER to decode with it"
             )
     different = set(draft.all_special_ids) ^ set(target.all_special_ids)
     if different:

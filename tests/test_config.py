@@ -54,6 +54,7 @@ def test_every_loss_is_a_choice_and_every_choice_of_the_other_groups_composes(lo
     }
     cycled = [f"{group}={names[number % len(names)]}" for group, names in choices.items()]
     own = [] if "prompts=own" not in cycled else [OWN_DATA]  # it has no prompts of its own
+    own += ["draft.model=FOLDER"] if "draft=cross_tokenizer" in cycled else []
     config = composed("name=x", *cycled, *own, f"loss={loss}")
     assert config.loss.name.value == loss
     assert loss in choices["loss"]

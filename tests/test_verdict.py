@@ -130,6 +130,16 @@ def test_unequal_counts_are_an_error_in_float32_and_a_note_in_16_bit():
     assert [f.level for f in flags_of(results) if f.code == "replay_not_exact"] == ["note"]
 
 
+def test_unequal_counts_are_a_note_where_drafts_are_text_in_other_tokens():
+    results = sample_results()
+    results.replay = [replace(results.replay[0], exact=False)]
+    results.drafters = [
+        replace(one, kind="cross_tokenizer") if one.name == results.replay[0].drafter else one
+        for one in results.drafters
+    ]
+    assert [f.level for f in flags_of(results) if f.code == "replay_not_exact"] == ["note"]
+
+
 def test_looping_answers_and_idle_drafters_are_flagged():
     results = sample_results()
     results.acceptance = [

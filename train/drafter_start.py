@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill.batches import Example
 from distill.draft_vocab import DraftVocab, full_vocab, most_frequent
-from distill.recipe import Recipe, TargetParts, make_recipe
+from distill.recipe import DraftSettings, Recipe, TargetParts, make_recipe
 from distill.signals import TargetHead, TargetRows
 from specdec_runtime.loading import load_module
 from train.features import with_features
@@ -43,8 +43,11 @@ class Start:
 
     @property
     def vocab_tensors(self) -> dict[str, Tensor] | None:
-        """What draft_vocab.safetensors holds; None without a reduced vocabulary."""
-        return None if self.vocab.is_full else {"d2t": self.vocab.d2t, "t2d": self.vocab.t2d}
+        """What draft_vocab.safetensors holds; None without a reduced vocabulary, and where the drafter
+        numbers tokens in its own way."""
+        if self.vocab.is_full or self.recipe.tokenizer is not None:
+            return None
+        return {"d2t": self.vocab.d2t, "t2d": self.vocab.t2d}
 
     @property
     def fingerprint(self) -> str:
@@ -56,7 +59,7 @@ def start_drafter(job: Job, material: Material) -> Start:
     """Makes the drafter, or makes it again as it was when the run started."""
     draft, target = job.config.draft, material.target
     module_of_target = load_module(target.source, device="cpu")
-    vocab = draft_vocab(material, draft.draft_vocab_size)
+    vocab = draft_vocab(material, draft)
     head = TargetHead.of(module_of_target, vocab, real_vocab_size=target.real_vocab_size)
     answers = material.answers.answers
     first = with_states(target, answers[:1], max_positions=1)[0].rows
@@ -79,10 +82,12 @@ def start_drafter(job: Job, material: Material) -> Start:
     return Start(recipe, examples, vocab, module_of_target.dtype)
 
 
-def draft_vocab(material: Material, size: int | None) -> DraftVocab:
+def draft_vocab(material: Material, draft: DraftSettings) -> DraftVocab:
     """The tokens that the drafter can propose, from what the target wrote."""
-    target = material.target
+    target, size = material.target, draft.draft_vocab_size
     real, rows = target.real_vocab_size, target.model.vocab_size
+    if (fixed := draft.fixed_tokens(target.tokenizer)) is not None:
+        return DraftVocab(fixed, rows)
     if size is None or size >= real:
         return full_vocab(real, target_size=rows)
     always = {*target.eos_token_ids, *material.template.special_ids()}

@@ -21,7 +21,7 @@ from distill.batches import Batch, Example, collate
 from distill.features import FeatureFolder, record_features
 from distill.live_signals import groups_of, with_live_states
 from distill.objective import Objective
-from distill.signals import NoSignal, TargetRows
+from distill.signals import NoSignal, TargetRows, rows_at
 from specdec_runtime.decode import Rule, SpeculativeDecoder
 from specdec_runtime.draft import Drafter
 from specdec_runtime.results import Chunk
@@ -234,13 +234,12 @@ def _only(batch: Batch, starts: list[list[int]], examples: Sequence[Example]) ->
         kept.append(torch.tensor(places) - example.prompt_length + before)
         before += example.num_tokens
     index = torch.cat(kept)
-    rows = batch.rows
-    assert isinstance(rows, TargetRows)
+    assert isinstance(batch.rows, TargetRows)
     return Batch(
         ids=batch.ids,
         token_ids=batch.token_ids,
         positions=batch.positions[index],
         labels=batch.labels[index],
-        rows=TargetRows(rows.hidden[index], rows.log_sum_exp[index], rows.argmax[index]),
+        rows=rows_at(batch.rows, index),
         features=batch.features,
     )

@@ -14,9 +14,10 @@ Shapes: B rows, S tokens, N loss positions, D hidden size, n draft vocabulary.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -129,6 +130,8 @@ class CausalLMRecipe:
     """A causal LM under training; see `distill.recipe.Recipe`."""
 
     feature_layers: tuple[int, ...] = ()
+    tokenizer: Any = None
+    scored_settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self, settings: CausalLMSettings, parts: TargetParts, module: PreTrainedModel

@@ -8,8 +8,9 @@ Shapes: B rows, S tokens, N loss positions, D hidden size, n draft vocabulary.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ class EarlyExitRecipe:
     """An exit adapter under training; see `distill.recipe.Recipe`."""
 
     feature_layers: tuple[int, ...] = ()
+    tokenizer: Any = None
+    scored_settings: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,

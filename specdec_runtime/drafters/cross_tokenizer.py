@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from specdec_runtime.chain import certain_chains, draft_chain
 from specdec_runtime.draft import Draft
@@ -49,6 +50,7 @@ class CrossTokenizerDrafter:
         target_tokenizer: the target's.
         mode: see `Mode`.
         temperature: replaces the temperature of rows that sample, while drafting tokens.
+        module: the transformers module behind `model`, if training changes it; see `refresh`.
 
     Raises:
         ValueError: if the vocabularies share no token.
@@ -65,13 +67,37 @@ class CrossTokenizerDrafter:
         *,
         mode: Mode | str = Mode.auto,
         temperature: float | None = None,
+        module: PreTrainedModel | None = None,
     ) -> None:
         self.model = model
+        self.module = module
         self.tokenizer = tokenizer
         self.target_tokenizer = target_tokenizer
         self.mode = Mode(mode)
         self.temperature = temperature
         self.draft_ids, self.target_ids = shared_tokens(tokenizer, target_tokenizer)
+        self._engine: Engine | str = Engine.auto
+
+    @classmethod
+    def from_module(
+        cls,
+        module: PreTrainedModel,
+        tokenizer: Any,
+        target_tokenizer: Any,
+        *,
+        engine: Engine | str = Engine.auto,
+        **settings: Any,
+    ) -> "CrossTokenizerDrafter":
+        """A drafter from a loaded module; `settings` are `mode` and `temperature`."""
+        model = make_model(module, engine=engine)
+        drafter = cls(model, tokenizer, target_tokenizer, module=module, **settings)
+        drafter._engine = engine
+        return drafter
+
+    def refresh(self) -> None:
+        """Take over the weights that `module` has now; between `generate` calls only."""
+        assert self.module is not None, "only a drafter made by from_module can be refreshed"
+        self.model = make_model(self.module, engine=self._engine)
 
     def begin(
         self, batch_size: int, capacity: int, sampler: Sampler
@@ -91,8 +117,8 @@ def load(
         raise ValueError("a cross_tokenizer drafter needs the target's tokenizer: use load_target")
     folder = resolve_model(folder)
     module = load_module(folder, device=target.device)
-    return CrossTokenizerDrafter(
-        make_model(module, engine=engine), load_tokenizer(folder), target.tokenizer, **settings
+    return CrossTokenizerDrafter.from_module(
+        module, load_tokenizer(folder), target.tokenizer, engine=engine, **settings
     )
 
 

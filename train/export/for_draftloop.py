@@ -34,8 +34,8 @@ EMBEDDINGS = "embed_tokens.weight"
 
 
 def obstacle(source: Source) -> str | None:
-    if source.kind == "parallel":
-        return "the runtime reads such folders as they are: load parallel:FOLDER"
+    if source.kind in ("parallel", "cross_tokenizer"):
+        return f"the runtime reads such folders as they are: load {source.kind}:FOLDER"
     if source.kind not in KINDS:
         return f"a {source.kind} drafter has no weights of its own to write"
     if source.kind != "eagle3":

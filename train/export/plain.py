@@ -26,6 +26,12 @@ def plain_obstacle(source: Source) -> str | None:
     """Why this drafter cannot be a plain draft model; None if it can."""
     if source.kind == "causal_lm":
         return None
+    if source.kind == "cross_tokenizer":
+        return (
+            "its token ids are not the target's, as those of a plain draft model have to be; its own "
+            "folder is a causal LM with its tokenizer, which transformers' generate takes as "
+            "assistant_model and assistant_tokenizer"
+        )
     return (
         f"a {source.kind} drafter reads the target's hidden states, a plain draft model gets token "
         "ids only"
