@@ -1,15 +1,18 @@
 """The causal LM drafter: made of the target's parts, trained where it should, useful at once."""
 
+import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from distill.adapters import LoraSettings
-from distill.batches import BatchStream, Example
+from distill.batches import BatchStream, Example, collate
 from distill.causal_lm_modules import from_scratch, layers_of_target
 from distill.chunked_head import position_overlaps
 from distill.draft_vocab import DraftVocab
@@ -26,7 +29,7 @@ from distill.objectives.causal_lm import (
     states,
 )
 from distill.recipe import TargetParts
-from distill.signals import TargetHead, TargetRows
+from distill.signals import TargetHead, TargetRows, rows_at
 from specdec_runtime.engines import Engine
 from specdec_runtime.int8_grid import is_rounded
 from specdec_runtime.target import as_target
@@ -104,6 +107,36 @@ def test_the_loss_of_the_target_itself_is_zero(tiny_target: PreTrainedModel) -> 
     assert float(terms.loss_sum.detach()) / terms.num_tokens == pytest.approx(0.0, abs=1e-5)
     agreement, total = terms.counts["greedy_agreement"]
     assert float(agreement) == float(total) == terms.num_tokens
+
+
+@pytest.mark.parametrize("name", [LossName.lk_hybrid, LossName.forward_kl, LossName.ce_tv])
+def test_a_batch_with_dead_rows_has_the_loss_of_its_live_row(
+    name: LossName, tiny_target: PreTrainedModel
+) -> None:
+    live = _examples(tiny_target, 1)[0]
+    nothing = rows_at(live.rows, torch.zeros(0, dtype=torch.int64))
+    dead = [Example(str(i), torch.arange(3, 20 + i), 17 + i, nothing) for i in range(3)]
+    module = layers_of_target(tiny_target, [0]).eval()
+    loss = objective(module, _head(tiny_target), LossConfig(name=name))
+    alone, mixed = (loss(module, collate(rows)) for rows in ([live], [*dead[:2], live, dead[2]]))
+    assert mixed.num_tokens == alone.num_tokens == live.num_tokens
+    assert float(mixed.loss_sum.detach()) == pytest.approx(float(alone.loss_sum.detach()), rel=1e-5)
+    mixed.loss_sum.backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in module.parameters())
+
+
+def test_masters_of_a_bfloat16_target_are_float32_and_the_folder_is_what_it_says(
+    tiny_target: PreTrainedModel, tmp_path: Path
+) -> None:
+    stored = copy.deepcopy(tiny_target).bfloat16()
+    stored.config.dtype = torch.bfloat16
+    recipe = make(CausalLMSettings(layers=[0]), parts_of(stored))
+    assert {p.dtype for p in recipe.module.parameters()} == {torch.float32}
+    assert {p.dtype for p in stored.parameters()} == {torch.bfloat16}
+    recipe.written(torch.bfloat16).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
 def test_states_are_those_that_predict_the_answer(tiny_target: PreTrainedModel) -> None:

@@ -135,6 +135,22 @@ def test_a_row_without_a_trainable_token_is_dropped_counted_and_never_the_only_o
         collect_turns(author, long, config, tmp_path / "long")
 
 
+def test_of_eight_conversations_the_seven_that_do_not_fit_are_counted_and_one_is_answered(
+    tmp_path, caplog
+):
+    author = ScriptedAuthor("r1", lambda prompt: "yes")
+    seven = [asked(f"long {number}", f"{number}" + "z" * 200) for number in range(7)]
+    with caplog.at_level(logging.WARNING):
+        answers = collect_turns(
+            author,
+            [*seven, asked("short", "z")],
+            AnswersConfig(max_new_tokens=60, max_prompt_tokens=64),
+            tmp_path,
+        ).answers
+    assert [answer.id for answer in answers] == [asked("short", "z").id]
+    assert "7 of 8 prompts are left out" in caplog.text
+
+
 def weak(prompt, template, tail):
     ids = [*template.prompt_ids(prompt), *template.encode(tail)]
     record = WeakPrefix(
