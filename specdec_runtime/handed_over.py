@@ -58,6 +58,5 @@ class HandedOver:
 
     def read(self, row: int) -> Tensor:
         """[F, A * D] those that it has not read yet; from now on it has."""
-        states = torch.cat(self._waiting[row])
-        self._waiting[row] = []
-        return states
+        waiting, self._waiting[row] = self._waiting[row], []
+        return waiting[0] if len(waiting) == 1 else torch.cat(waiting)

@@ -27,7 +27,7 @@ from specdec_runtime.eagle3_network import Eagle3Network, load_eagle3
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.formats import read_draft_vocab
 from specdec_runtime.handed_over import HandedOver, require_states_of
-from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.model import Cache, CausalModel, right_padded
 from specdec_runtime.native import NativeLinear, NativeModel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
@@ -172,17 +172,12 @@ class Eagle3Session:
         self, members: list[int], rows: list[int], committed: list[list[int]]
     ) -> ChainStart:
         """What the members' rows are fed first, with the fused states."""
-        states, tokens = [], []
-        for member in members:
-            row = rows[member]
-            known = self._states.num_read(row)
-            states.append(self._states.read(row))
-            tokens.append(torch.tensor(committed[member][known + 1 :]))
-        return ChainStart(
-            pad_sequence(tokens, batch_first=True),
-            torch.tensor([len(part) for part in tokens]),
-            self._drafter.fuse(pad_sequence(states, batch_first=True)),
+        new = right_padded(
+            [committed[member][self._states.num_read(rows[member]) + 1 :] for member in members]
         )
+        states = [self._states.read(rows[member]) for member in members]
+        side_by_side = states[0][None] if len(states) == 1 else pad_sequence(states, True)
+        return ChainStart(new.token_ids, new.num_new, self._drafter.fuse(side_by_side))
 
     def _step(
         self,
