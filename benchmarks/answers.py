@@ -24,8 +24,9 @@ from pathlib import Path
 
 import torch
 
-from distill.answers import AnswersConfig, AnswerSet
 from distill.answers.authors import RuntimeAuthor
+from distill.answers.config import AnswersConfig
+from distill.answers.dataset import AnswerSet
 from distill.answers.shards import read_shard, shard_paths
 from distill.prompt_sources import squad_questions
 from distill.templates import ChatTemplate

@@ -17,10 +17,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from distill.answers import AnswersConfig, AnswerSet, write_answers
+from distill.answers.config import AnswersConfig
+from distill.answers.dataset import AnswerSet
 from distill.answers.manifest import fingerprint
+from distill.answers.write import write_answers
 from distill.batches import Batch, BatchStream
-from distill.cache import write_signals
+from distill.cache.write import write_signals
 from distill.draft_vocab import DraftVocab, most_frequent
 from distill.live_signals import LiveSignals
 from distill.losses import LossConfig

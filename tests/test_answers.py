@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distill.answers import AnswersConfig, AnswerSet, write_answers
 from distill.answers.authors import author_of
 from distill.answers.cli import run_command
-from distill.answers.config import HiddenDtype
+from distill.answers.config import AnswersConfig, HiddenDtype
+from distill.answers.dataset import AnswerSet
 from distill.answers.manifest import fingerprint, make_manifest
 from distill.answers.shards import read_shard, shard_paths, write_shard
-from distill.answers.write import collect_answers
+from distill.answers.write import collect_answers, write_answers
 from distill.batches import BatchStream
 from distill.features import FeatureFolder, record_features
 from distill.prompts import Prompt

@@ -11,7 +11,9 @@ import pytest
 from tests.export_folders import write_causal_lm, write_target
 from train.export import hub
 from train.export.cli import help_text, main, parse
+from train.export.formats import SUMMARIES
 from train.export.hub import push
+from train.export.registry import FORMATS
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,10 @@ def test_wrong_arguments_end_in_one_line(argv, code, message):
 
 
 def test_help_names_every_format():
-    assert all(name in help_text() for name in ("transformers", "speculators", "llamacpp"))
+    assert list(FORMATS) == list(SUMMARIES)
+    assert all(
+        f"{name} " in help_text() and said in help_text() for name, said in SUMMARIES.items()
+    )
     assert parse(["run=x"]) == {"run": "x"}
 
 

@@ -10,17 +10,17 @@ from collections import Counter
 
 import pytest
 
-from distill.answers import AnswersConfig, AnswerSet
 from distill.answers.authors import ServerAuthor
 from distill.answers.cli import run_command as answers_command
 from distill.answers.client import ApiClient
-from distill.answers.config import ServerConfig
+from distill.answers.config import AnswersConfig, ServerConfig
+from distill.answers.dataset import AnswerSet
 from distill.answers.manifest import fingerprint
 from distill.answers.served import ServedTarget, answer_ids
 from distill.answers.shards import read_shard, shard_paths
 from distill.answers.write import collect_answers
-from distill.cache import SignalCache
 from distill.cache.cli import run_command as cache_command
+from distill.cache.read import SignalCache
 from distill.prompt import Prompt
 from distill.signals import NoSignal
 from distill.sparse_signals import SparseRows

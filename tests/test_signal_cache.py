@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from distill.batches import BatchStream, Example
-from distill.cache import SignalCache, write_signals
 from distill.cache.cli import run_command
 from distill.cache.job import require_same_tokenizer
 from distill.cache.manifest import bytes_per_position
+from distill.cache.read import SignalCache
 from distill.cache.shards import shard_paths
+from distill.cache.write import write_signals
 from distill.chunked_head import head_loss
 from distill.draft_vocab import full_vocab
 from distill.live_signals import LiveSignals

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from distill.answers import AnswersConfig
+from distill.answers.config import AnswersConfig
 from distill.answers.shards import GIVEN
 from distill.answers.turns import collect_turns
 from distill.batches import BatchStream, collate

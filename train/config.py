@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
-from distill.answers import AnswersConfig
+from distill.answers.config import AnswersConfig
 from distill.losses import LossConfig
 from distill.on_policy import ON_POLICY_KINDS, OnPolicyConfig
 from distill.prompts import PromptsConfig

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from distill.answers import Answer, AnswerSet
 from distill.answers.authors import author_of
+from distill.answers.dataset import AnswerSet
+from distill.answers.shards import Answer
 from distill.answers.turns import collect_turns
 from distill.cache.job import require_same_tokenizer
 from distill.doctor.finding import Level

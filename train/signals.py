@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distill.answers import Answer, AnswerSet
-from distill.cache import SignalCache, write_signals
+from distill.answers.dataset import AnswerSet
+from distill.answers.shards import Answer
 from distill.cache.job import signal_folder
 from distill.cache.manifest import make_manifest
+from distill.cache.read import SignalCache
+from distill.cache.write import write_signals
 from distill.live_signals import with_live_states
 from distill.manifests import fingerprint
 from distill.signal_forms import SignalForm

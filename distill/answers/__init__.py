@@ -10,10 +10,3 @@
 
 `python -m distill.answers` runs the job alone.
 """
-
-from distill.answers.config import AnswersConfig
-from distill.answers.dataset import AnswerSet
-from distill.answers.shards import Answer
-from distill.answers.write import write_answers
-
-__all__ = ["Answer", "AnswerSet", "AnswersConfig", "write_answers"]

@@ -1,7 +1,6 @@
 """`python -m distill.answers output=FOLDER [key=value ...]`; exit codes as in distill/cli.py."""
 
 from distill import cli
-from distill.answers.job import AnswersJob, run_job
 
 HELP = """\
 Has a target answer prompts; what it writes, with its hidden states, is what drafters learn from.
@@ -24,6 +23,9 @@ def main() -> None:
 
 def run_command(overrides: list[str]) -> int:
     """Runs one job; whatever a user can cause ends in one line on standard error."""
+    # Only now: torch takes seconds to import, and `--help` needs none of this.
+    from distill.answers.job import AnswersJob, run_job
+
     return cli.run_command(
         overrides,
         config_name="answers",

@@ -7,8 +7,3 @@
 
 `python -m distill.cache` runs the job alone. Which form there is to choose: signal_forms.py.
 """
-
-from distill.cache.read import SignalCache
-from distill.cache.write import write_signals
-
-__all__ = ["SignalCache", "write_signals"]

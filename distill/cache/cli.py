@@ -1,7 +1,6 @@
 """`python -m distill.cache answers=FOLDER [key=value ...]`; exit codes as in distill/cli.py."""
 
 from distill import cli
-from distill.cache.job import CacheJob, run_job
 
 HELP = """\
 Computes what a target says at every token of existing answers, and keeps it for training.
@@ -24,6 +23,9 @@ def main() -> None:
 
 def run_command(overrides: list[str]) -> int:
     """Runs one job; whatever a user can cause ends in one line on standard error."""
+    # Only now: torch takes seconds to import, and `--help` needs none of this.
+    from distill.cache.job import CacheJob, run_job
+
     return cli.run_command(
         overrides,
         config_name="cache",

@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from distill.answers import AnswerSet
+from distill.answers.dataset import AnswerSet
 from distill.cache.manifest import make_manifest
 from distill.cache.read import SignalCache
 from distill.cache.write import write_signals

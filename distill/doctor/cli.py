@@ -3,7 +3,6 @@ data."""
 
 from distill import cli
 from distill.doctor.finding import Finding, Level
-from distill.doctor.job import DoctorJob, run_job
 
 HELP = """\
 Looks at prompts or answers before any training: what is trained on, and what is wrong with it.
@@ -26,6 +25,9 @@ def main() -> None:
 
 def run_command(overrides: list[str]) -> int:
     """Runs one examination; whatever a user can cause ends in one line on standard error."""
+    # Only now: torch takes seconds to import, and `--help` needs none of this.
+    from distill.doctor.job import DoctorJob, run_job
+
     findings: list[Finding] = []
     code = cli.run_command(
         overrides,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from distill.answers import AnswersConfig
+from distill.answers.config import AnswersConfig
 from distill.answers.manifest import ANSWERS
 from distill.answers.served import ServedTarget
 from distill.doctor.data_checks import check_overlap, check_rows

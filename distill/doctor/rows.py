@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from distill.answered_turns import answered_turn
-from distill.answers import AnswersConfig, AnswerSet
+from distill.answers.config import AnswersConfig
+from distill.answers.dataset import AnswerSet
 from distill.answers.shards import GIVEN
 from distill.prompt import Prompt, asked, user_texts
 from distill.prompts import PromptSets

@@ -28,7 +28,6 @@ from train.export.record import differences, served
 from train.export.source import Source, TargetFacts
 
 NAME = "draftloop"
-SUMMARY = "the folder of our own runtime"
 KINDS = ("causal_lm", "eagle3")
 EMBEDDINGS = "embed_tokens.weight"
 

@@ -16,7 +16,6 @@ from train.export.record import served
 from train.export.source import Source, TargetFacts
 
 NAME = "llamacpp"
-SUMMARY = "a GGUF draft model, its tokenizer included"
 FILE = "drafter.gguf"
 
 

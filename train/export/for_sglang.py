@@ -19,7 +19,6 @@ from train.export.plain import check_plain, plain_obstacle, write_plain
 from train.export.source import Source, TargetFacts
 
 NAME = "sglang"
-SUMMARY = "a standalone draft model, or an EAGLE-3 head"
 # Families for which SGLang counts the nested layer ids in another way than for all the rest.
 OWN_COUNT = ("deepseek", "kimi", "gpt_oss")
 

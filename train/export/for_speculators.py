@@ -17,7 +17,6 @@ from train.export.eagle3_folder import (
 from train.export.source import Source, TargetFacts
 
 NAME = "speculators"
-SUMMARY = "an EAGLE-3 head that vLLM serves together with the target it names"
 VERSION = "0.9.0"  # of the library whose form this is
 _OWN_KEYS = ("draft_vocab_size", "target_hidden_size", LAYER_IDS, *EAGLE3_FLAGS)
 

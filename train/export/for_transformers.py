@@ -8,7 +8,6 @@ from train.export.plain import check_plain, plain_obstacle, write_plain
 from train.export.source import Source, TargetFacts
 
 NAME = "transformers"
-SUMMARY = "an `assistant_model` for assisted generation (batch size 1)"
 
 
 def obstacle(source: Source) -> str | None:

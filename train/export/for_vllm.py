@@ -21,7 +21,6 @@ from train.export.plain import check_plain, plain_obstacle, write_plain
 from train.export.source import Source, TargetFacts
 
 NAME = "vllm"
-SUMMARY = "a draft model, an EAGLE-3 head, or a parallel drafter as a DSpark folder"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 
 

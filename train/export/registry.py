@@ -20,7 +20,6 @@ class Format(Protocol):
     """What a format's module offers."""
 
     NAME: str
-    SUMMARY: str
 
     def obstacle(self, source: Source) -> str | None:
         """Why the format cannot express this drafter; None if it can."""
