@@ -1,12 +1,12 @@
-"""What drafting costs with a drafting model, in bfloat16 and in int8, and what it brings.
+"""What drafting costs with a drafting model or an EAGLE-3 head, and what it brings.
 
     python -m benchmarks.drafting TARGET DRAFTER
 
-Both forms of the drafter (as stored, and rounded as in specdec_runtime/int8_grid.py) take turns with
-plain decoding over the same MT-bench prompts, greedily. Printed are the machine's ceilings; one bare
-draft step, with the drafter's weights in the cache and behind a pass of the target; where a round's
-time goes, as in eval's cost model (c per drafted token, o per round); and acceptance length and speed
-at each draft length, the speed with the range over the turns.
+The drafter takes turns with plain decoding over the same MT-bench prompts, greedily; a causal LM does
+so twice, in bfloat16 and rounded to int8 (specdec_runtime/int8_grid.py). Printed are the machine's
+ceilings; one bare draft step, with the drafter's weights in the cache and behind a pass of the target;
+where a round's time goes, as in eval's cost model (c per drafted token, o per round); and acceptance
+length and speed at each draft length, the speed with the range over the turns.
 """
 
 import argparse
@@ -21,9 +21,10 @@ import torch
 
 from benchmarks.native import best_of, memory_bandwidth, print_machine
 from benchmarks.runtime import encoded_prompts
-from specdec_runtime import SpeculativeDecoder, load_target
+from specdec_runtime import SpeculativeDecoder, load_drafter, load_target
 from specdec_runtime.auto_length import fit_line
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.eagle3 import Eagle3Drafter
 from specdec_runtime.formats import read_draft_vocab
 from specdec_runtime.int8_grid import round_matrices
 from specdec_runtime.native import NativeModel
@@ -52,7 +53,7 @@ class Decoded:
 def main() -> None:
     options = parse_arguments()
     target = load_target(options.target)
-    drafters = drafter_forms(options.drafter)
+    drafters = drafter_forms(options.drafter, target)
     print_machine()
     print(f"copy of a large array {copy_bandwidth() / 1e9:.1f} GB/s, read and write together\n")
     print_steps(target, drafters)
@@ -65,15 +66,19 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", help="folder, hub id or name of an embedded target")
-    parser.add_argument("drafter", help="folder of a drafter of kind causal_lm")
+    parser.add_argument("drafter", help="folder of a drafter of kind causal_lm or eagle3")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--turns", type=int, default=2)
     return parser.parse_args()
 
 
-def drafter_forms(folder: str) -> dict[str, CausalLMDrafter]:
-    """The drafter with its weights as stored, and rounded."""
+def drafter_forms(folder: str, target: Target) -> dict[str, CausalLMDrafter | Eagle3Drafter]:
+    """The drafter as stored; a causal LM with its weights in bfloat16, and rounded."""
+    stored = load_drafter(folder, target)
+    if isinstance(stored, Eagle3Drafter):
+        assert isinstance(stored.model, NativeModel), "the C++ engine does not run it"
+        return {str(stored.model.matrix_dtype).removeprefix("torch."): stored}
     module, vocab = load_module(folder, device="cpu"), read_draft_vocab(folder)
     whole = copy.deepcopy(module)
     round_matrices(whole)
@@ -92,7 +97,7 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / best_of(lambda: copied.copy_(source))
 
 
-def print_steps(target: Target, drafters: dict[str, CausalLMDrafter]) -> None:
+def print_steps(target: Target, drafters: dict[str, CausalLMDrafter | Eagle3Drafter]) -> None:
     """Bare draft steps; `cold` behind a pass of the target, which reads more than the cache holds."""
     cases: dict[str, Callable[[], object]] = {}
     weights = {}
@@ -100,8 +105,9 @@ def print_steps(target: Target, drafters: dict[str, CausalLMDrafter]) -> None:
         model = drafter.model
         assert isinstance(model, NativeModel)
         weights[name] = matrix_bytes(model)
-        cases[f"{name} chain"] = chain(model, CHAIN)
-        cases[f"{name} one"] = chain(model, 1)
+        hands_on = getattr(drafter, "hands_on", None)
+        cases[f"{name} chain"] = chain(model, CHAIN, hands_on)
+        cases[f"{name} one"] = chain(model, 1, hands_on)
     between = one_pass(target)
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(PASSES + 1):
@@ -134,14 +140,16 @@ def matrix_bytes(model: NativeModel) -> int:
     return sum(one.outputs * one.inputs for one in matrices) * model.matrix_dtype.itemsize
 
 
-def chain(model: NativeModel, steps: int) -> Callable[[], object]:
+def chain(model: NativeModel, steps: int, hands_on: int | None) -> Callable[[], object]:
     cache = model.new_cache(1, CONTEXT + steps)
     ids = torch.arange(CONTEXT)[None]
-    model.forward(ids, cache, logits=False)
+    states = None if hands_on is None else torch.randn(1, CONTEXT, model.hidden_size)
+    model.forward(ids, cache, logits=False, hidden_in=states)
+    entering = None if states is None else states[:, :1]
 
     def run() -> None:
         cache.truncate([CONTEXT])
-        model.greedy_chain(ids[:, :1], cache, steps=steps)
+        model.greedy_chain(ids[:, :1], cache, steps=steps, hidden_in=entering, hands_on=hands_on)
 
     return run
 
@@ -159,7 +167,7 @@ def one_pass(target: Target) -> Callable[[], object]:
 
 def decoded(
     target: Target,
-    drafters: dict[str, CausalLMDrafter],
+    drafters: dict[str, CausalLMDrafter | Eagle3Drafter],
     prompts: list[list[int]],
     options: argparse.Namespace,
 ) -> dict[tuple[str, int], Decoded]:
