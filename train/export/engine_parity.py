@@ -31,8 +31,8 @@ MAX_NEW_TOKENS = 40
 TEMPERATURES = (0.0, 1.0)
 # Triton's interpreter, on which DSpark runs here, does not run the kernel with which vLLM draws.
 GREEDY_ONLY = ("parallel",)
-# Drafts its likeliest token at any temperature: so does ours, beside it.
-DRAFTS_GREEDILY = ("llamacpp",)
+# They draft their likeliest token at any temperature: so does ours, beside them.
+DRAFTS_GREEDILY = ("llamacpp", "vllm")
 
 
 @dataclass(frozen=True)

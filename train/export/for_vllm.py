@@ -63,9 +63,7 @@ def launch(folder: Path, target: TargetFacts, num_draft_tokens: int) -> str:
 def speculative_config(folder: Path, num_draft_tokens: int) -> dict[str, Any]:
     """What vLLM is told of a drafter.
 
-    The method is said: vLLM guesses it from the path and takes anything else for a plain model. So is
-    how drafts are drawn: by default vLLM drafts its likeliest token at any temperature, and what
-    was measured at a temperature was drafted by drawing.
+    The method is said: vLLM guesses it from the path and takes anything else for a plain model.
     """
     config = read_config(folder)
     method = "eagle3" if is_eagle3(config) else "dspark" if is_parallel(config) else "draft_model"
@@ -73,5 +71,4 @@ def speculative_config(folder: Path, num_draft_tokens: int) -> dict[str, Any]:
         "method": method,
         "model": str(folder),
         "num_speculative_tokens": num_draft_tokens,
-        "draft_sample_method": "probabilistic",
     }
