@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from eval.groups import CategoryResult
 from eval.intervals import (
     NUM_RESAMPLES,
     Interval,
@@ -209,6 +210,32 @@ def acceptance_result(
             for i, row in enumerate(rows)
         ],
     )
+
+
+def by_category(
+    result: AcceptanceResult, prompts: Sequence[EvalPrompt], **options: int
+) -> list[CategoryResult]:
+    """The same of each category that prompts of the suite name, by the alphabet."""
+    found = []
+    for category in sorted({p.category for p in prompts if p.category is not None}):
+        ids = {p.id for p in prompts if p.category == category}
+        rows = [counts for counts in result.prompts if counts.prompt_id in ids]
+        found.append(
+            CategoryResult(
+                drafter=result.drafter,
+                suite=result.suite,
+                temperature=result.temperature,
+                num_draft_tokens=result.num_draft_tokens,
+                category=category,
+                num_prompts=len(rows),
+                num_rounds=sum(row.num_rounds for row in rows),
+                num_drafted=sum(row.num_drafted for row in rows),
+                num_accepted=sum(row.num_accepted for row in rows),
+                acceptance_rate=rate_interval(rows, **options),
+                acceptance_length=length_interval(rows, **options),
+            )
+        )
+    return found
 
 
 def difference(

@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from eval.groups import BreakdownResult
 from eval.inspection import AnswerScores
 from eval.intervals import NUM_RESAMPLES, ratio_interval
-from eval.results import BreakdownResult
 from eval.suites import EvalPrompt
 from eval.target_texts import Answer
 from specdec_runtime.target import Target

@@ -7,6 +7,8 @@ pass of the drafter: count for count at temperature 0 (replay.py), in expectatio
 that both ways agree; where they do not at temperature 0, all prompts are decoded.
 """
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -221,8 +223,6 @@ def _decode(
     config, prompts = setting.config, setting.suites[suite]
     kind = "greedy" if temperature == 0 else "sampled"
     title = f"plain {kind} texts" if name is None else f"{kind} decoding with {name}"
-    # Plain texts draw with other seeds than speculative ones, so that these are a check of those.
-    first_seed = config.seed + (0 if name is not None else len(prompts))
 
     def compute() -> MeasuredAcceptance:
         with setting.stage(f"{title}, {suite}", len(chosen)) as advance:
@@ -233,13 +233,20 @@ def _decode(
                 num_draft_tokens=length,
                 max_new_tokens=config.max_new_tokens,
                 temperature=temperature,
-                seed=[first_seed + i for i in chosen],
+                seed=[_seed(config.seed, name is None, prompts[i].token_ids) for i in chosen],
                 batch_size=config.batch_size,
                 on_prompts=advance,
             )
 
     part = f"{title} {suite} {temperature:g} {len(chosen)}"
     return setting.parts.get(part, MeasuredAcceptance, compute)
+
+
+def _seed(seed: int, is_plain: bool, token_ids: Sequence[int]) -> int:
+    """What a prompt's draws start from: its own content, so that a page with other prompts beside it
+    has the same text. Plain texts draw apart from speculative ones, which are a check of them."""
+    facts = json.dumps([seed, is_plain, list(token_ids)])
+    return int.from_bytes(hashlib.sha256(facts.encode()).digest()[:6], "big")
 
 
 def _record(

@@ -1,6 +1,7 @@
 """Tables beside the main ones: what would help, details, what is measured on request."""
 
 from eval.definitions import other_numbers
+from eval.groups import CategoryResult
 from eval.report_tables import Cell, Table, interval, number
 from eval.results import AcceptanceResult, Prediction, Results
 
@@ -78,6 +79,33 @@ def breakdown_table(results: Results, drafter: str, by: str) -> Table:
         rows,
         text_columns=frozenset({0, 1}),
     )
+
+
+def category_table(results: Results) -> Table:
+    """Acceptance length by category of the prompts, greedy and sampled side by side."""
+    rows: dict[tuple[str, str, str], list[CategoryResult]] = {}
+    for one in results.categories:
+        rows.setdefault((one.drafter, one.suite, one.category), []).append(one)
+    return Table(
+        "Acceptance length by category",
+        ["drafter", "prompts", "category", "number", "temperature 0", "sampled"],
+        [
+            [
+                *map(Cell, place),
+                Cell(str(found[0].num_prompts)),
+                _of_temperature(found, is_greedy=True),
+                _of_temperature(found, is_greedy=False),
+            ]
+            for place, found in rows.items()
+        ],
+        note="The draft length is that of the acceptance tables; one prompt has no interval.",
+        text_columns=frozenset({0, 1, 2}),
+    )
+
+
+def _of_temperature(found: list[CategoryResult], *, is_greedy: bool) -> Cell:
+    chosen = [one.acceptance_length for one in found if (one.temperature == 0) == is_greedy]
+    return interval(chosen[0]) if chosen else Cell("n/a")
 
 
 def definition_table(result: AcceptanceResult) -> Table:

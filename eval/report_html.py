@@ -15,6 +15,7 @@ from eval.exactness import AGAINST_PLAIN
 from eval.report_extras import (
     baseline_table,
     breakdown_table,
+    category_table,
     definition_table,
     difference_table,
     former_failures_table,
@@ -298,6 +299,7 @@ def _acceptance(results: Results) -> str:
     tables = _table(acceptance_table(results, greedy=True), titled=True)
     tables += _table(acceptance_table(results, greedy=False), titled=True)
     tables += _table(difference_table(results), titled=True)
+    tables += _table(category_table(results), titled=True)
     return tables + (f'<div class="plots">{"".join(plots)}</div>' if any(plots) else "")
 
 

@@ -1,6 +1,7 @@
 """report.md: the verdict and the tables, for terminals, pull requests and drafter cards."""
 
 from eval.report_extras import (
+    category_table,
     difference_table,
     former_failures_table,
     policy_table,
@@ -43,6 +44,7 @@ def render_markdown(results: Results) -> str:
         acceptance_table(results, greedy=True),
         acceptance_table(results, greedy=False),
         difference_table(results),
+        category_table(results),
         exactness_table(results),
         replay_table(results),
         cost_table(results),

@@ -9,6 +9,7 @@ from typing import Any
 
 from eval.cost_model import RoundCosts, Step
 from eval.facts import DrafterFacts, Flag, SuiteFacts, TargetFacts
+from eval.groups import BreakdownResult, CategoryResult
 from eval.intervals import Interval
 from eval.on_request import FormerFailures, PolicyResult, RivalResult, SweepPoint
 
@@ -218,23 +219,6 @@ class DrafterDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BreakdownResult:
-    """Agreement and overlap of a drafter on one kind of position of the target's greedy texts.
-
-    by: "category" (of the prompt), "token class", "target entropy" (nats), "answer position" or
-    "context length" (tokens in front, prompt included).
-    """
-
-    drafter: str
-    suite: str
-    by: str
-    group: str
-    num_positions: int
-    agreement: Interval
-    overlap: Interval
-
-
-@dataclass(frozen=True, kw_only=True)
 class PassWeights:
     """The weights that a pass of a model reads.
 
@@ -392,6 +376,7 @@ class Results:
     sampled_replay: list[SampledReplay] = field(default_factory=list)
     differences: list[DrafterDifference] = field(default_factory=list)
     breakdown: list[BreakdownResult] = field(default_factory=list)
+    categories: list[CategoryResult] = field(default_factory=list)
     former_failures: list[FormerFailures] = field(default_factory=list)
     costs: list[CostResult] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)

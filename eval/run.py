@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from eval import measurements
-from eval.acceptance import MeasuredAcceptance
+from eval.acceptance import MeasuredAcceptance, by_category
 from eval.breakdown import breakdown
 from eval.budget import (
     REFERENCE_SHARE,
@@ -226,7 +226,7 @@ class _Evaluation:
         self.results.costs.append(measurements.costs(setting, name, self.pass_s, plain_token_s))
         for suite, prompts in setting.suites.items():
             greedy, proposed = greedy_acceptance(setting, name, suite, self.texts[suite])
-            self.results.acceptance.append(greedy)
+            self.add_acceptance(greedy)
             self.check_decoded(greedy)
             self.sample(name, suite)
             answers = self.answers(suite)
@@ -252,8 +252,14 @@ class _Evaluation:
             return
         check = suite == self.setting.first_suite
         record, replayed = sampled_acceptance(self.setting, name, suite, temperature, check=check)
-        self.results.acceptance.append(record)
+        self.add_acceptance(record)
         self.results.sampled_replay += [] if replayed is None else [replayed]
+
+    def add_acceptance(self, found: AcceptanceResult) -> None:
+        """A drafter on a suite, and on each category of it."""
+        self.results.acceptance.append(found)
+        prompts = self.setting.suites[found.suite]
+        self.results.categories += by_category(found, prompts, **self.setting.bootstrap)
 
     def check_decoded(self, greedy: AcceptanceResult) -> None:
         """The texts of the prompts that were decoded with a drafter."""

@@ -35,7 +35,7 @@ from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
 
-NEGLIGIBLE = 1e-6  # a draft that is kept so rarely is not followed: a millionth of a round
+NEGLIGIBLE = 1e-4  # a draft that is kept so rarely is not followed: figures have two decimals
 
 
 class Keeps(NamedTuple):

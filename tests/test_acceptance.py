@@ -9,6 +9,7 @@ import torch
 from eval.acceptance import (
     MeasuredAcceptance,
     acceptance_result,
+    by_category,
     conditional_intervals,
     length_interval,
     measure_acceptance,
@@ -88,6 +89,23 @@ def record(measured: MeasuredAcceptance, num_draft_tokens: int):
         num_draft_tokens=num_draft_tokens,
         num_resamples=200,
     )
+
+
+def test_categories_divide_the_prompts_that_name_one_and_nothing_else():
+    rows = [toy_stats(50, 3, seed) for seed in range(5)]
+    measured = MeasuredAcceptance(
+        stats=sum(rows, AcceptanceStats()), prompts=rows, token_ids=[[1, 2]] * 5,
+        finish_reasons=["length"] * 5, seconds=1.0, kinds=[[]] * 5,
+    )  # fmt: skip
+    result = record(measured, 3)
+    named = ["a", "b", "a", None, "b"]
+    prompts = [EvalPrompt(str(i), [1], category) for i, category in enumerate(named)]
+    a, b = by_category(result, prompts, num_resamples=100)
+    assert [(one.category, one.num_prompts) for one in (a, b)] == [("a", 2), ("b", 2)]
+    kept = rows[0].num_accepted + rows[2].num_accepted
+    assert (a.num_accepted, a.acceptance_length.value) == (kept, 1 + kept / 100)
+    assert a.acceptance_length.low < a.acceptance_length.high
+    assert by_category(result, [EvalPrompt(str(i), [1]) for i in range(5)]) == []
 
 
 def test_bootstrap_interval_covers_the_truth_about_as_often_as_it_says():

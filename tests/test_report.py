@@ -13,6 +13,7 @@ import pytest
 from eval.charts import Axes, Point, Series, line_chart
 from eval.conclusions import withheld
 from eval.cost_model import RoundCosts
+from eval.groups import BreakdownResult, CategoryResult
 from eval.intervals import Interval
 from eval.prediction import predict
 from eval.records import read_json, to_json
@@ -22,7 +23,6 @@ from eval.report_tables import speed_table
 from eval.results import (
     AcceptanceResult,
     BaselineCandidate,
-    BreakdownResult,
     Certificate,
     CostResult,
     DrafterFacts,
@@ -195,6 +195,22 @@ def breakdown_of(suite: str) -> list[BreakdownResult]:
     ]
 
 
+def category_of(drafter: str, suite: str, temperature: float) -> CategoryResult:
+    return CategoryResult(
+        drafter=drafter,
+        suite=suite,
+        temperature=temperature,
+        num_draft_tokens=3,
+        category="reading comprehension",
+        num_prompts=12,
+        num_rounds=200,
+        num_drafted=600,
+        num_accepted=180,
+        acceptance_rate=Interval(0.3, 0.25, 0.35),
+        acceptance_length=Interval(1.9, 1.8 + temperature / 20, 2.0),
+    )
+
+
 def sample_results() -> Results:
     names, suites = ["distilled", "lookup"], ["held_out", "mt_bench"]
     rates = {"distilled": [0.62, 0.38, 0.22], "lookup": [0.21, 0.15, 0.11]}
@@ -234,6 +250,12 @@ def sample_results() -> Results:
         ],
     )
     results.breakdown = breakdown_of("held_out") + breakdown_of("mt_bench")
+    results.categories = [
+        category_of(name, suite, temperature)
+        for name in names
+        for suite in suites
+        for temperature in (0.0, 1.0)
+    ]
     for name in names:
         check = IdentityCheck(
             name="speculative against plain decoding",
@@ -377,8 +399,14 @@ def test_withheld_speedups_are_called_withheld_everywhere(tmp_path):
 def test_markdown_has_the_verdict_and_the_tables(folder):
     text = (folder / "report.md").read_text()
     assert text.splitlines()[2].startswith("**1.31 x faster")
-    for title in ("Speed", "Acceptance at temperature 0", "Acceptance at temperature 1"):
+    for title in (
+        "Speed",
+        "Acceptance at temperature 0",
+        "Acceptance at temperature 1",
+        "Acceptance length by category",
+    ):
         assert f"## {title}" in text
+    assert "| reading comprehension | 12 | 1.90 (1.80 to 2.00) | 1.90 (1.85 to 2.00) |" in text
 
 
 def test_every_failure_is_a_prefix_to_train_on(folder):

@@ -190,6 +190,15 @@ def test_sampled_acceptance_is_checked_by_decoding_where_that_is_asked_for(targe
     assert unchecked.agrees is None
 
 
+def test_a_prompt_has_its_sampled_text_whatever_prompts_are_beside_it(target):
+    setting = setting_of(target, half_right_draft())
+    together = plain(setting, "s", 1.0).token_ids
+    setting.suites["s"] = setting.suites["s"][2:]
+    assert plain(setting, "s", 1.0).token_ids == together[2:]
+    other = setting_of(target, half_right_draft(), seed=1)
+    assert plain(other, "s", 1.0).token_ids != together
+
+
 def test_a_drafter_whose_distribution_is_not_known_is_decoded(target):
     drafter = SuffixLookupDrafter(remembers=True)
     assert not is_recordable(drafter)
