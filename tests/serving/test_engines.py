@@ -14,7 +14,7 @@ from tests.export_folders import (
     write_parallel,
     write_target,
 )
-from train.export.engine_parity import GREEDY_ONLY, verify_engine
+from train.export.engine_parity import verify_engine
 from train.export.engines import ENGINES, call_driver, python_of, target_gguf
 from train.export.exporting import export
 from train.export.observation import QUESTIONS
@@ -49,7 +49,7 @@ def test_an_engine_gives_the_targets_text_and_our_acceptance(folder, tmp_path, f
         folder = write_padded_target(tmp_path / "padded")
     done = export(WRITERS[kind](tmp_path / "drafter", folder), tmp_path / "out", engine=form)
     found = verify_engine(done.source, done.folder, form, **SMALL)
-    assert [one.temperature for one in found] == ([0] if kind in GREEDY_ONLY else [0, 1])
+    assert [one.temperature for one in found] == [0, 1]
 
 
 def test_llama_cpp_reads_text_as_the_targets_tokenizer(folder, tmp_path):

@@ -29,8 +29,6 @@ NEAR_TIE = 2e-3  # of logits around 20: 1e-4 of them, as sums in another order d
 ALLOWED = 0.1  # of acceptance length, where both decoded the same text
 MAX_NEW_TOKENS = 40
 TEMPERATURES = (0.0, 1.0)
-# Triton's interpreter, on which DSpark runs here, does not run the kernel with which vLLM draws.
-GREEDY_ONLY = ("parallel",)
 # They draft their likeliest token at any temperature: so does ours, beside them.
 DRAFTS_GREEDILY = ("llamacpp", "vllm")
 
@@ -106,21 +104,18 @@ def verify_engine(
     *,
     num_prompts: int | None = None,
     max_new_tokens: int = MAX_NEW_TOKENS,
-    temperatures: Sequence[float] | None = None,
+    temperatures: Sequence[float] = TEMPERATURES,
 ) -> list[EngineParity]:
     """An exported folder in its engine, beside the drafter in our runtime.
 
     Args:
         form: the folder's format; its engine has to be installed.
         num_prompts: of the fixed questions; None = all.
-        temperatures: None = those at which the engine decodes with this kind here.
 
     Raises:
         ValueError: they differ; the message lists the likely causes with what was found.
         RuntimeError: the engine failed.
     """
-    if temperatures is None:
-        temperatures = TEMPERATURES[:1] if source.kind in GREEDY_ONLY else TEMPERATURES
     target = load_target(source.target.record, dtype=torch.float32)
     prompts = fixed_prompts(target, source.manifest.template_options)[:num_prompts]
     settings: dict[str, Any] = {

@@ -118,6 +118,7 @@ def call_driver(engine: str, request: dict[str, Any], *, script: str | None = No
     environment = dict(os.environ)
     if (request.get("speculative") or {}).get("method") == "dspark":
         environment["PYTHONPATH"] = str(DRIVERS / "triton_interpreter")
+        environment["TRITON_INTERPRET"] = "1"  # before anything imports it
     done = subprocess.run(
         [str(python_of(engine)), str(DRIVERS / (script or f"drive_{engine}.py"))],
         input=json.dumps(request),
@@ -138,6 +139,7 @@ def _served(rows: list[dict[str, Any]]) -> Served:
             num_rounds=row["num_rounds"],
             num_accepted=row["num_accepted"],
             num_tokens=len(row["token_ids"]),
+            drafted_by_position=[row["num_rounds"]] * len(row["accepted_by_position"] or []),
             accepted_by_position=row["accepted_by_position"] or [],
         )
         for row in rows
