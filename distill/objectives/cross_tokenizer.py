@@ -145,6 +145,7 @@ class CrossTokenizerRecipe:
         )
         device = next(self.module.parameters()).device
         return objective(
+            self.module,
             contexts,
             self._head.to(device),
             self._draft_ids.to(device),
@@ -176,6 +177,7 @@ class CrossTokenizerRecipe:
 
 
 def objective(
+    module: PreTrainedModel,
     contexts: DraftContexts,
     target_head: TargetHead,
     draft_ids: Tensor,
@@ -186,16 +188,20 @@ def objective(
     """The loss of a drafter with another tokenizer; in eval mode every position is scored.
 
     Args:
+        module: whose head over the shared tokens is read, once where it is frozen.
         target_head: over the shared tokens.
         draft_ids: [n] what the drafter calls them.
     """
+    given = module.get_output_embeddings().weight
+    frozen_rows = None if given.requires_grad else given.detach()[draft_ids]
 
     def terms(module: nn.Module, batch: Batch) -> Terms:
         rows = contexts(batch, scoring=not module.training)
         body = getattr(module, module.base_model_prefix)  # type: ignore[call-overload]
         hidden = body(input_ids=rows.token_ids, use_cache=False).last_hidden_state.flatten(0, 1)
         head = module.get_output_embeddings().weight  # type: ignore[operator]
-        found = _on_shared_tokens(hidden, head[draft_ids], target_head, batch, rows, config)
+        shared = head[draft_ids] if frozen_rows is None else frozen_rows
+        found = _on_shared_tokens(hidden, shared, target_head, batch, rows, config)
         num_kept, num_texts = len(rows.kept), len(rows.text_labels)
         text = hidden.new_zeros(())
         if module.training and text_weight:
