@@ -24,6 +24,7 @@ from specdec_runtime.file_lock import exclusive
 from specdec_runtime.model import CausalModel
 
 _PATTERN = "features-*.safetensors"
+STATE_BYTES = 2  # of each number kept
 _PASS_TOKENS = 2048  # padded tokens of one pass of the target
 _FILE_TOKENS = 16_384  # an interrupted recording loses at most so much
 

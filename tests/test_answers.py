@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distill.answers.authors import author_of
+from distill.answers.authors import RuntimeAuthor, author_of
 from distill.answers.cli import run_command
 from distill.answers.config import AnswersConfig, HiddenDtype
 from distill.answers.dataset import AnswerSet
@@ -262,6 +262,11 @@ def test_the_size_is_said_before_anything_is_written(
     assert "up to 3 answers, at most 27 tokens and 0.0 MB" in caplog.text
     size = sum(path.stat().st_size for path in shard_paths(tmp_path / "some"))
     assert size < 27 * (32 * 2 + 12) + 4 * 3 * 60 + 2000  # states, ids, names
+    bare = RuntimeAuthor(target, ChatTemplate(target.tokenizer), SETTINGS)
+    kept = FeatureFolder(tmp_path / "inner", (1, 2))
+    with_inner = dataclasses.replace(bare, inner_states=kept)
+    for name in ("bytes_per_token", "bytes_per_prompt_token"):
+        assert getattr(with_inner, name) - getattr(bare, name) == 2 * 32 * 2  # layers, size, bytes
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=100))
     write_answers(target, prompts[:3], SETTINGS, tmp_path / "full")
     assert "3 answers may take up to 0.0 GB, 0.0 GB are free" in caplog.text

@@ -29,7 +29,7 @@ class ScriptedAuthor:
     """Gives the next of some texts to every prompt, with the end of a turn behind it."""
 
     max_positions = 1000
-    bytes_per_token = 4
+    bytes_per_token = bytes_per_prompt_token = 4
 
     def __init__(self, kind, reply):
         self.template = ChatTemplate(chat_tokenizer(kind))

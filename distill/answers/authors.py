@@ -13,12 +13,14 @@ from distill.answers.client import ApiClient
 from distill.answers.config import AnswersConfig
 from distill.answers.manifest import Manifest, make_manifest, make_served_manifest
 from distill.answers.served import ServedTarget, ServerWriter, model_report
-from distill.features import FeatureFolder
+from distill.features import STATE_BYTES, FeatureFolder
 from distill.speculative_writer import SpeculativeWriter
 from distill.templates import ChatTemplate
 from distill.writer import Request, Text, Writer
 from specdec_runtime.loading import load_drafter
 from specdec_runtime.target import Target
+
+_ID_BYTES = 4
 
 
 class TextWriter(Protocol):
@@ -44,7 +46,11 @@ class Author(Protocol):
 
     @property
     def bytes_per_token(self) -> int:
-        """What a folder keeps of each new token."""
+        """What is kept of each new token."""
+
+    @property
+    def bytes_per_prompt_token(self) -> int:
+        """What is kept of each token of a prompt."""
 
     def writer(self, num_requests: int) -> TextWriter:
         """For so many requests."""
@@ -73,7 +79,13 @@ class RuntimeAuthor:
     @property
     def bytes_per_token(self) -> int:
         states = self.target.model.hidden_size * self.config.hidden_dtype.torch.itemsize
-        return 4 + (states + 8 if self.config.keep_states else 0)  # log-sum-exp and argmax: 8
+        signal = states + 8 if self.config.keep_states else 0  # log-sum-exp and argmax: 8
+        return self.bytes_per_prompt_token + signal
+
+    @property
+    def bytes_per_prompt_token(self) -> int:
+        num_layers = 0 if self.inner_states is None else len(self.inner_states.layers)
+        return _ID_BYTES + num_layers * self.target.model.hidden_size * STATE_BYTES
 
     def writer(self, num_requests: int) -> TextWriter:
         config = self.config
@@ -129,7 +141,11 @@ class ServerAuthor:
 
     @property
     def bytes_per_token(self) -> int:
-        return 4
+        return _ID_BYTES
+
+    @property
+    def bytes_per_prompt_token(self) -> int:
+        return _ID_BYTES
 
     def writer(self, num_requests: int) -> ServerWriter:
         return ServerWriter(self._client, self._report, self.target, self.config)

@@ -1,4 +1,4 @@
-"""How large an answer folder will be at most, said before it is written."""
+"""How much answers and what is kept with them will take at most, said before they are written."""
 
 import logging
 import shutil
@@ -9,8 +9,6 @@ from distill.answers.authors import Author
 from distill.answers.config import AnswersConfig
 
 log = logging.getLogger(__name__)
-
-_ID_BYTES = 4
 
 
 def announce_size(
@@ -32,7 +30,7 @@ def announce_size(
     missing = [prompt_tokens[name] for name in prompt_tokens.keys() - set(done)]
     new = len(missing) * config.max_new_tokens
     new = new if config.max_tokens is None else min(new, config.max_tokens)
-    size = new * author.bytes_per_token + sum(missing) * _ID_BYTES
+    size = new * author.bytes_per_token + sum(missing) * author.bytes_per_prompt_token
     free = shutil.disk_usage(folder).free
     if size > free:
         log.warning(
