@@ -27,6 +27,7 @@ Often set:
     target=MODEL                     default: the target named in the drafter's folder
     prompts=FILE.jsonl               default: those kept by the run that made the drafter
     suites=[mt_bench]                fetched suites, where there is no prompts file
+    tracking=wandb                   or tensorboard: figures, tables and the page go there too
     output=FOLDER                    default: runs/eval/TIME; an interrupted one is continued
     evaluation.num_prompts=24        prompts a suite
     evaluation.max_new_tokens=64     length of every answer

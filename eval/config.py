@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from eval.trackers import TrackingConfig
+
 
 @dataclass(kw_only=True)
 class EvaluationConfig:
@@ -107,6 +109,7 @@ class EvalConfig:
     turns: of conversations with several user turns, how many are evaluated.
     failures: failures.jsonl of an earlier evaluation, or its folder: is the drafter right there now?
     output: None = runs/eval/<time>.
+    tracking: where the figures, the tables and the page go besides the folder.
     """
 
     drafter: str = MISSING
@@ -119,6 +122,7 @@ class EvalConfig:
     failures: str | None = None
     output: str | None = None
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         _at_least("turns", self.turns, 1)

@@ -4,6 +4,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from eval.report_tables import summary_table, texts
 from eval.results import Results
 from eval.run import PROMPTS_FILE, evaluate
 from eval.suites import Question, encode, read_questions
+from eval.summary import summary_of, tables_of
+from eval.trackers import Input, Trackers, check_tracker
 from eval.turns import with_later_turns
 from eval.verdict import fastest
 from specdec_runtime.draft import Drafter
@@ -38,6 +41,7 @@ NOT_EXACT = 3  # exit code where speculative decoding did not return the target'
 def evaluate_from(config: EvalConfig) -> int:
     """Run an evaluation and print its summary; the exit code."""
     transformers_logging.disable_progress_bar()
+    check_tracker(config.tracking)
     folder = output_folder(config)
     specs = drafter_specs(config)
     manifest = first_manifest(specs)
@@ -74,7 +78,24 @@ def evaluate_from(config: EvalConfig) -> int:
         notes=template_notes(manifest, target.tokenizer),
     )
     print_summary(results, folder)
-    return 0 if all(certificate.passed for certificate in results.exactness) else NOT_EXACT
+    exit_code = 0 if all(one.passed for one in results.exactness) else NOT_EXACT
+    track(config, results, folder, exit_code)
+    return exit_code
+
+
+def track(config: EvalConfig, results: Results, folder: Path, exit_code: int) -> None:
+    """A run of the tracker that is asked for, with what a training's evaluation has there."""
+    trackers = Trackers(folder, config.tracking, name="eval", config=asdict(config.evaluation))
+    summary = summary_of(results, results.drafters[0].name)
+    trackers.write("evaluation", 0, {k: v for k, v in summary.items() if k != "exact"})
+    trackers.write_results(
+        folders={"evaluation": folder},
+        report=folder / "report.html",
+        inputs=[Input("target", results.target.name, results.target.fingerprint)],
+        summary=summary,
+        tables=tables_of(results),
+    )
+    trackers.finish(exit_code=exit_code, summary=summary)
 
 
 def output_folder(config: EvalConfig) -> Path:

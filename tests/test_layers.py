@@ -23,7 +23,7 @@ ENTRY_POINTS = ("cli", "cli_errors", "config", "__main__")
 CONFIG_TOOLS = {"hydra", "omegaconf"}
 # A saved configuration: compared with the present one, and handed to the tracker as plain values.
 OMEGACONF_ALSO = {"train/run_dir.py", "train/run.py"}
-WANDB_ONLY = {"train/run_log.py"}
+WANDB_ONLY = {"eval/trackers.py"}
 # Scripts that another environment's interpreter runs: they know the engine and nothing of ours.
 DRIVERS = "train/export/drivers/"
 ENGINES = RUNTIME | {"vllm", "xllamacpp", "speculators", "triton"}
@@ -58,7 +58,7 @@ def test_a_file_imports_only_what_its_package_may(path: Path):
 
 
 def test_wandb_is_imported_inside_a_function_only():
-    tree = ast.parse((ROOT / "train/run_log.py").read_text())
+    tree = ast.parse((ROOT / "eval/trackers.py").read_text())
     top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert all("wandb" not in ast.dump(node) for node in top)
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from train.run_log import RunLog, Tracker, TrackingConfig, check_tracker, read_metrics
+from eval.trackers import Tracker, TrackingConfig, check_tracker
+from train.run_log import RunLog, read_metrics
 from train.samples import COLOURS, Sample, as_html
 
 
@@ -50,7 +51,8 @@ def test_lines_after_the_resumed_step_and_torn_ones_are_dropped(tmp_path: Path):
 SCRIPT = """
 import sys
 from pathlib import Path
-from train.run_log import Input, Rows, RunLog, Tracker, TrackingConfig
+from eval.trackers import Input, Rows, Tracker, TrackingConfig
+from train.run_log import RunLog
 from train.samples import Sample
 run_dir, tracking = Path(sys.argv[1]), TrackingConfig(tracker=Tracker[sys.argv[2]])
 log = RunLog(run_dir, tracking, is_main=True, name="toy", config={"lr": 0.1})
@@ -165,7 +167,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ):
     check_tracker(TrackingConfig(tracker=Tracker.none))
-    monkeypatch.setattr("train.run_log.find_spec", lambda name: None)
+    monkeypatch.setattr("eval.trackers.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install tensorboard"):
         check_tracker(TrackingConfig(tracker=Tracker.tensorboard))
 

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from eval.trackers import TrackingConfig
 from train.checkpoint import Checkpoints, TrainState
 from train.interrupts import StopRequest
 from train.loop import Intervals, Measurement, train
@@ -21,7 +22,7 @@ from train.parts import Parts, make_parts
 from train.precision import Precision
 from train.progress import StageProgress
 from train.rng import seed_everything
-from train.run_log import RunLog, TrackingConfig
+from train.run_log import RunLog
 from train.session import resume, save
 from train.sharding import shard_on_cpu
 

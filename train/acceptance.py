@@ -14,12 +14,12 @@ from torch import nn
 
 from distill.recipe import RefreshableDrafter
 from eval.acceptance import MeasuredAcceptance, measure_acceptance
+from eval.trackers import Value
 from specdec_runtime.auto_length import measured_policy
 from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import Target
 from train.loop import Measurement
 from train.processes import from_all
-from train.run_log import Value
 from train.samples import Sample
 
 NUM_SAMPLES = 4  # answers shown token by token in a tracker

@@ -16,12 +16,12 @@ from distill.prompts import PromptsConfig
 from distill.recipe import DraftSettings, settings_of, trained_kinds
 from distill.signal_forms import SignalsConfig, require_form
 from eval.config import EvaluationConfig
+from eval.trackers import TrackingConfig
 from specdec_runtime.engines import Engine
 from train.acceptance import AcceptanceConfig
 from train.export.registry import format_named
 from train.optim import OptimConfig
 from train.precision import Precision
-from train.run_log import TrackingConfig
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from distill.batches import Batch
+from eval.trackers import Value
 from train.checkpoint import TrainState
 from train.finite import FiniteWatch
 from train.interrupts import Interrupted, StopRequest
@@ -24,7 +25,7 @@ from train.parts import Parts, host_sums
 from train.processes import on_main
 from train.progress import StageProgress
 from train.rng import rng_untouched
-from train.run_log import RunLog, Value
+from train.run_log import RunLog
 from train.samples import Sample
 from train.sharding import full_tensor
 from train.throughput import Throughput

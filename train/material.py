@@ -24,6 +24,7 @@ from distill.prompts import PromptSets, load_prompts, read_own
 from distill.self_prompts import self_prompts
 from distill.templates import ChatTemplate
 from eval.suites import EvalPrompt
+from eval.trackers import Input
 from specdec_runtime.assets import cache_folder
 from specdec_runtime.loading import load_target
 from specdec_runtime.model_names import resolve_model
@@ -33,7 +34,6 @@ from train.features import feature_folder
 from train.job import Job
 from train.processes import on_main
 from train.run_dir import write_atomically
-from train.run_log import Input
 from train.signals import with_signals
 
 ANSWERS = "answers.json"

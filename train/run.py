@@ -21,8 +21,9 @@ from transformers.utils import logging as transformers_logging
 
 from eval.records import read_json
 from eval.results import Results
+from eval.summary import tables_of
+from eval.trackers import check_tracker
 from train.config import TrainConfig
-from train.evaluation_summary import tables_of
 from train.interrupts import Interrupted, StopRequest
 from train.job import Job
 from train.material import prepare
@@ -31,7 +32,7 @@ from train.plan import describe, measure_machine, planned_stages
 from train.processes import on_main
 from train.provenance import command_line, redacted
 from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
-from train.run_log import RunLog, check_tracker
+from train.run_log import RunLog
 from train.sharding import shard_on_cpu
 from train.stages import (
     EVALUATION,

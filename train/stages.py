@@ -17,6 +17,7 @@ from distill.signal_forms import SignalForm
 from eval.former_failures import read_failures
 from eval.run import evaluate
 from eval.session import print_summary
+from eval.summary import measured_values, recommended_values, summary_of
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.formats import DrafterManifest
 from specdec_runtime.loading import load_drafter
@@ -26,7 +27,6 @@ from train.checkpoint import TrainState, read_checkpoint, restore_weights
 from train.config import TrainConfig
 from train.drafter_folder import DrafterWriter, add_measurements, manifest_for
 from train.drafter_start import Start, start_drafter
-from train.evaluation_summary import measured_values, recommended_values, summary_of
 from train.export.gate import verify_trained
 from train.export.run_folder import export_best, export_formats
 from train.job import Job

@@ -4,7 +4,7 @@ from typing import Any
 
 from eval.intervals import Interval
 from eval.results import Results
-from train.run_log import Rows
+from eval.trackers import Rows
 
 
 def summary_of(results: Results, name: str) -> dict[str, Any]:
