@@ -16,6 +16,7 @@ TIMED_SHARE = 0.35  # of the time limit that timing may always use
 REFERENCE_SHARE = 0.1  # of the time limit, at most, for decoding with transformers
 SCORING = 1.5  # of a pass over a text: the whole vocabulary at every position, and its sums
 REPLAY = 0.25  # of a pass over a text: what a drafter would have proposed along it
+FOLLOWING = 1.5  # the same where every draft is followed from its own place (state_drafts.py)
 OTHER_PASSES = 1000  # passes over one token: baselines, sampling rules, self-draft, traces
 
 
@@ -33,6 +34,7 @@ class Amounts:
 
     num_recorded: of the drafters, those whose acceptance above temperature 0 is replayed too, a few
         prompts being decoded.
+    num_followed: of the drafters, those that go on from states of their own.
     """
 
     num_suites: int
@@ -40,6 +42,7 @@ class Amounts:
     prompt_tokens: float  # mean
     num_drafters: int
     num_recorded: int
+    num_followed: int
     num_temperatures: int
 
 
@@ -56,7 +59,8 @@ def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
     sampled += (amounts.num_drafters - amounts.num_recorded) * suites * whole
     decoded += (temperatures - 1) * sampled
     a_text = _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
-    replays = SCORING + REPLAY * amounts.num_drafters
+    replays = SCORING + REPLAY * (amounts.num_drafters - amounts.num_followed)
+    replays += FOLLOWING * amounts.num_followed
     read = suites * temperatures * amounts.num_prompts * a_text * replays
     num_rounds = len(run_lengths(config.max_draft_tokens)) * (NUM_RUNS + 1) * RUN_TOKENS / 1.5
     costs = amounts.num_drafters * num_rounds * pass_s[-1] + OTHER_PASSES * pass_s[0]

@@ -1,9 +1,8 @@
 """`evaluate`: one target, drafters side by side, prompts -> results and report of one folder.
 
-Order: how fast is a pass (and so how long will this take), the target's own greedy texts, the same
-from transformers, then for every drafter costs, acceptance and replay, then the timing of all of
-them interleaved, the conclusions, and a look at where the first drafter fails. Every finished part
-is kept on disk, so that an interrupted evaluation continues where it stopped.
+Order: how fast is a pass, the target's own greedy texts, the same from transformers, then for every
+drafter costs, acceptance and replay, then the timing of all of them interleaved, the conclusions,
+and where the first drafter fails. Finished parts are kept, so that an interrupted one continues.
 """
 
 import logging
@@ -178,6 +177,7 @@ class _Evaluation:
             prompt_tokens=sum(len(p.token_ids) for p in prompts) / len(prompts),
             num_drafters=len(setting.drafters),
             num_recorded=sum(map(is_recordable, setting.drafters.values())),
+            num_followed=sum(bool(one.hidden_layers) for one in setting.drafters.values()),
             num_temperatures=1 if config.sampling_temperature is None else 2,
         )
         fitted = fit_prompts(self.pass_s, amounts, config)

@@ -181,7 +181,7 @@ def test_fastest_plain_decoder_is_the_baseline(target):
 def test_fewer_prompts_are_decoded_where_a_pass_is_slow():
     config = EvaluationConfig(time_limit_s=100.0)
     amounts = Amounts(
-        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=2, num_recorded=2,
+        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=2, num_recorded=2, num_followed=0,
         num_temperatures=2,
     )  # fmt: skip
     fast, slow = [0.001] * 9, [0.2] * 9
@@ -195,7 +195,7 @@ def test_fewer_prompts_are_decoded_where_a_pass_is_slow():
 
 def test_drafters_that_are_replayed_leave_time_for_more_prompts():
     amounts = Amounts(
-        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=3, num_recorded=3,
+        num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=3, num_recorded=3, num_followed=0,
         num_temperatures=2,
     )  # fmt: skip
     decoded = replace(amounts, num_recorded=0)
@@ -203,6 +203,8 @@ def test_drafters_that_are_replayed_leave_time_for_more_prompts():
     config = EvaluationConfig()
     replayed_prompts = fit_prompts(passes, amounts, config).num_prompts
     assert fit_prompts(passes, decoded, config).num_prompts < replayed_prompts
+    followed = replace(amounts, num_followed=2)
+    assert total(estimate(passes, followed, config)) > total(estimate(passes, amounts, config))
 
 
 def test_a_disturbed_pass_is_no_reason_for_longer_drafts():
