@@ -74,17 +74,17 @@ class Eagle3Drafter:
             self.network, engine=self._engine, head_token_ids=self.draft_vocab
         )
         decoder = self.network.model
-        self._fc: Callable[[Tensor], Tensor] = decoder.fuse
+        self._fusion: Callable[[Tensor], Tensor] = decoder.fuse
         if isinstance(self.model, NativeModel):
-            self._fc = NativeLinear(decoder.fc, list(decoder.fc_norm))  # type: ignore[arg-type]
+            self._fusion = NativeLinear(decoder.fc, list(decoder.fc_norm))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
         """[..., A * D] states of the target -> [..., D] float32."""
-        if isinstance(self._fc, NativeLinear):
-            return self._fc(features)
+        if isinstance(self._fusion, NativeLinear):
+            return self._fusion(features)
         weight = self.network.model.fc.weight
-        return self._fc(features.to(device=weight.device, dtype=weight.dtype)).float()
+        return self._fusion(features.to(device=weight.device, dtype=weight.dtype)).float()
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "Eagle3Session":
         return Eagle3Session(self, self.model.new_cache(batch_size, capacity), batch_size, sampler)
@@ -176,7 +176,9 @@ class Eagle3Session:
             [committed[member][self._states.num_read(rows[member]) + 1 :] for member in members]
         )
         states = [self._states.read(rows[member]) for member in members]
-        side_by_side = states[0][None] if len(states) == 1 else pad_sequence(states, True)
+        side_by_side = (
+            states[0][None] if len(states) == 1 else pad_sequence(states, batch_first=True)
+        )
         return ChainStart(new.token_ids, new.num_new, self._drafter.fuse(side_by_side))
 
     def _step(
