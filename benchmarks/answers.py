@@ -2,10 +2,11 @@
 
     python -m benchmarks.answers TARGET [--answers 2000] [--max-new-tokens 24]
 
-First the throughput of writing in batches, one by one, and both with lookup, in turns (--parts
-throughput). Then `python -m distill.answers` twice, side by side with one thread each: once
-undisturbed, and once killed (SIGKILL) three times on the way and started again (--parts kills).
-Every token and every hidden state has to be the same, and every prompt answered exactly once.
+First the throughput of writing in batches and one by one, in turns (--parts throughput), both with
+lookup too (--parts lookup). Then `python -m distill.answers` twice, side by side with one thread
+each: once undisturbed, and once killed (SIGKILL) three times on the way and started again (--parts
+kills). Every token and every hidden state has to be the same, and every prompt answered exactly
+once.
 """
 
 import argparse
@@ -37,15 +38,16 @@ KILLED_AT = (2, 5, 8)  # files that the job has by then
 SHARD_TOKENS = 1024
 POOL = 12_000  # questions, of which the shortest are asked: the prompts are most of the work
 SPARE = 1.3  # questions for each prompt: some are held out
-ROUNDS, ALONE = 3, 4  # of the throughput; texts written one by one in each
+ROUNDS, ALONE = 5, 4  # of the throughput; texts written one by one in each
 
 
 def main() -> None:
     options = parse_arguments()
     shortest = sorted((text for text, _ in squad_questions(POOL, 0)), key=len)
     questions = shortest[: round(options.answers * SPARE)]
-    if "throughput" in options.parts:
-        print_throughput(options.target, questions, options.max_new_tokens)
+    if {"throughput", "lookup"} & set(options.parts):
+        drafters = (None, "lookup") if "lookup" in options.parts else (None,)
+        print_throughput(options.target, questions, options.max_new_tokens, drafters)
     if "kills" in options.parts:
         with tempfile.TemporaryDirectory() as folder:
             print_kills(options, questions, Path(folder))
@@ -56,12 +58,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("target", help="folder, hub id or name of an embedded target")
     parser.add_argument("--answers", type=int, default=2000)
     parser.add_argument("--max-new-tokens", type=int, default=24)
-    parts = ("throughput", "kills")
+    parts = ("throughput", "lookup", "kills")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     return parser.parse_args()
 
 
-def print_throughput(name: str, questions: Sequence[str], max_new_tokens: int) -> None:
+def print_throughput(
+    name: str, questions: Sequence[str], max_new_tokens: int, drafters: Sequence[str | None]
+) -> None:
     """Tokens per second, prompts and recorded states included; ratios within rounds."""
     target = load_target(name)
     print(
@@ -74,7 +78,7 @@ def print_throughput(name: str, questions: Sequence[str], max_new_tokens: int) -
     prompts = (template.render(message) for message in messages)
     requests = (Request(key, ids, float(key % 2), key) for key, ids in enumerate(prompts))
     found: dict[tuple[int, str | None], list[float]] = {
-        (size, drafter): [] for size in (batch_size, 1) for drafter in (None, "lookup")
+        (size, drafter): [] for size in (batch_size, 1) for drafter in drafters
     }
     for _ in range(ROUNDS):
         batch, alone = list(islice(requests, batch_size)), list(islice(requests, ALONE))
