@@ -1,9 +1,12 @@
 """One writer at a time: a lock that the operating system drops when its process dies."""
 
 import fcntl
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -11,7 +14,7 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[None]:
     """Holds the lock file `path` (made if missing, never deleted: a deleted lock is no lock).
 
     Args:
-        wait: wait for another holder to finish; otherwise refuse.
+        wait: say so and wait for another holder to finish; otherwise refuse.
 
     Raises:
         ValueError: if another process holds it and `wait` is False.
@@ -19,9 +22,13 @@ def exclusive(path: Path, *, wait: bool = True) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"another process is writing {path.parent}: wait for it, or choose another folder"
-            ) from None
+            if not wait:
+                raise ValueError(
+                    f"another process is writing {path.parent}: wait for it, or choose another "
+                    "folder"
+                ) from None
+            log.info("waiting for another process that writes %s", path.parent)
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
