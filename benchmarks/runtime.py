@@ -1,21 +1,23 @@
 """Our decoding loop beside transformers' own, on the machine at hand.
 
-    python -m benchmarks.runtime TARGET --drafter DIR --compiled --exactness
+    python -m benchmarks.runtime TARGET --drafters DIR [DIR] --compiled --exactness
 
 Five tables, which --sections selects from: tokens per second of every way to decode the same
-prompts with the same drafter (`speed`); what a round spends outside the models (`overhead`); what a
-longer context costs (`contexts`); what a batch gains (`batches`); and whether every drafter's
-greedy text is the plain one (`exactness`). Medians with the range beside them.
+prompts with the same drafters (`speed`; transformers' own runs those that are causal LMs); what a
+round spends outside the models (`overhead`); what a longer context costs (`contexts`); what a batch
+gains (`batches`); and whether every drafter's greedy text is the plain one (`exactness`). Medians
+with the range beside them.
 
 Our own engine computes in float32 whatever the weights are stored in, so it stands once beside
 both of transformers' precisions. --minutes bounds the repetitions: no turn begins after it.
 """
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -23,6 +25,7 @@ from benchmarks.variants import Prompts, Variant, measured, our_variants, their_
 from distill.embedded_prompts import mt_bench
 from specdec_runtime import SpeculativeDecoder, load_drafter, load_target
 from specdec_runtime.draft import Drafter
+from specdec_runtime.formats import is_drafter_folder, read_manifest
 from specdec_runtime.results import Chunk
 from specdec_runtime.target import Target
 
@@ -39,8 +42,7 @@ def main() -> None:
     deadline = time.monotonic() + 60.0 * options.minutes
     target = load_target(options.target)
     drafters = {"lookup": load_drafter("lookup", target)}
-    if options.drafter:
-        drafters["model"] = load_drafter(options.drafter, target)
+    drafters |= {_kind(folder): load_drafter(folder, target) for folder in options.drafters}
     prompts = encoded_prompts(target, max(EXACT_PROMPTS, BATCH))
     print(
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
@@ -51,7 +53,7 @@ def main() -> None:
         "overhead": lambda: print_overhead(target, drafters, prompts[:4], options.new_tokens),
         "contexts": lambda: print_contexts(target),
         "batches": lambda: print_batches(target, drafters, prompts[:BATCH], options.new_tokens),
-        "exactness": lambda: print_exactness(target, drafters, prompts, options.drafter),
+        "exactness": lambda: print_exactness(target, drafters, prompts, options.drafters),
     }
     for name in options.sections or sections:
         if name != "exactness" or options.exactness or options.sections:
@@ -61,7 +63,9 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("target", help="folder, hub id or name of an embedded target")
-    parser.add_argument("--drafter", help="drafter folder, or a causal LM with its tokenizer")
+    parser.add_argument(
+        "--drafters", nargs="*", default=[], help="drafter folders, or causal LMs: one of a kind"
+    )
     parser.add_argument("--prompts", type=int, default=3, help="prompts of the speed table")
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3, help="turns after the warm-up")
@@ -72,6 +76,10 @@ def parse_arguments() -> argparse.Namespace:
     names = ("speed", "overhead", "contexts", "batches", "exactness")
     parser.add_argument("--sections", nargs="+", choices=names, help="only these tables")
     return parser.parse_args()
+
+
+def _kind(folder: str) -> str:
+    return read_manifest(folder).kind if is_drafter_folder(folder) else "causal_lm"
 
 
 def encoded_prompts(target: Target, count: int) -> Prompts:
@@ -94,10 +102,11 @@ def print_speeds(
     chosen = sorted(prompts[: options.prompts], key=len, reverse=True)
     longest = len(chosen[0]) + options.new_tokens
     variants = our_variants(target, drafters, options.new_tokens, K)
+    stock = {kind: name for name in options.drafters if (kind := _kind(name)) == "causal_lm"}
     for dtype in options.dtypes:
         variants += their_variants(
             options.target,
-            options.drafter,
+            stock.get("causal_lm"),
             getattr(torch, dtype),
             new_tokens=options.new_tokens,
             num_draft_tokens=K,
@@ -106,97 +115,131 @@ def print_speeds(
     seconds = measured(variants, chosen, repeats=options.repeats, deadline=deadline)
     tokens = len(chosen) * options.new_tokens
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    turns = min(map(len, seconds.values()))
-    print(f"Speed: {len(chosen)} prompts, {turns} turns; speedup over the fastest of theirs\n")
-    print("| variant | tok/s | range | speedup |\n|---|---|---|---|")
+    turns, plain = min(map(len, seconds.values())), medians[variants[0].name]
+    print(f"Speed: {len(chosen)} prompts, {turns} turns; medians, and how much faster than\n")
+    print(
+        "| variant | tok/s | range | the fastest of theirs | ours, plain |\n|---|---|---|---|---|"
+    )
     for variant in variants:
         values = sorted(seconds[variant.name])
         spread = f"{tokens / values[-1]:.1f} to {tokens / values[0]:.1f}"
-        speedup = _over_theirs(variant, variants, medians)
-        print(f"| {variant.name} | {tokens / medians[variant.name]:.1f} | {spread} | {speedup} |")
+        rate = tokens / medians[variant.name]
+        over = f"{_over_theirs(variant, variants, medians)} | {plain / medians[variant.name]:.2f}"
+        print(f"| {variant.name} | {rate:.1f} | {spread} | {over} |")
     print()
 
 
 def _over_theirs(variant: Variant, variants: list[Variant], medians: dict[str, float]) -> str:
-    """How much faster ours is than the fastest of theirs of the same kind."""
-    if not variant.is_ours:
-        return ""
+    """How much faster ours is than the fastest of theirs of the same kind, if they have any."""
     theirs = [one.name for one in variants if one.kind == variant.kind and not one.is_ours]
+    if not variant.is_ours or not theirs:
+        return ""
     return f"{min(medians[name] for name in theirs) / medians[variant.name]:.2f}"
 
 
-class Timed:
-    """A model that adds up the seconds spent in its passes.
+class Clock(NamedTuple):
+    """Seconds on the wall, and of the main thread's CPU time, which other jobs disturb less."""
 
-    As in `Spent` they are the main thread's CPU time, which other jobs on the machine disturb less
-    than the wall clock.
-    """
+    wall: float
+    cpu: float
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.seconds = 0.0
+    @classmethod
+    def now(cls) -> "Clock":
+        return cls(time.perf_counter(), time.thread_time())
 
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._model, name)
-        if name not in ("forward", "greedy_chain"):
-            return value
+    def since(self, start: "Clock") -> "Clock":
+        return Clock(self.wall - start.wall, self.cpu - start.cpu)
 
+
+class Passes:
+    """Adds up the seconds spent in the models' passes."""
+
+    def __init__(self) -> None:
+        self.spent = Clock(0.0, 0.0)
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            start = time.thread_time()
+            start = Clock.now()
             try:
-                return value(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
-                self.seconds += time.thread_time() - start
+                taken = Clock.now().since(start)
+                self.spent = Clock(self.spent.wall + taken.wall, self.spent.cpu + taken.cpu)
 
         return run
 
 
-class Spent:
-    """Seconds and rounds of decoding, the prefill left out."""
+class Timed:
+    """A model whose passes are added up."""
 
-    def __init__(self, models: list[Timed]) -> None:
-        self.models = models
-        self.rounds = self.tokens = 0
-        self.seconds = self.inside = 0.0
+    def __init__(self, model: Any, passes: Passes) -> None:
+        self._model = model
+        self._passes = passes
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._model, name)
+        return self._passes.around(value) if name in ("forward", "greedy_chain") else value
+
+
+class Rounds:
+    """What each round of some decodings took, the prefill left out."""
+
+    def __init__(self, passes: Passes) -> None:
+        self._passes = passes
+        self.all: list[Clock] = []
+        self.inside: list[Clock] = []
+        self.num_tokens = 0
 
     def follow(self, chunks: Iterator[Chunk]) -> None:
+        """Decodes one prompt to its end."""
         next(chunks)  # the prefill
-        start, before = time.thread_time(), self._in_models()
+        start, before = Clock.now(), self._passes.spent
         for chunk in chunks:
-            self.rounds += 1
-            self.tokens += len(chunk.token_ids)
-        self.seconds += time.thread_time() - start
-        self.inside += self._in_models() - before
+            self.num_tokens += len(chunk.token_ids)
+            self.all.append(Clock.now().since(start))
+            self.inside.append(self._passes.spent.since(before))
+            start, before = Clock.now(), self._passes.spent
 
-    def _in_models(self) -> float:
-        return sum(model.seconds for model in self.models)
+    def medians(self, clock: str) -> tuple[float, float]:
+        """(seconds of a round, seconds of it outside the passes), by one of the clocks."""
+        whole = [getattr(taken, clock) for taken in self.all]
+        inside = [getattr(taken, clock) for taken in self.inside]
+        outside = [a - b for a, b in zip(whole, inside, strict=True)]
+        return statistics.median(whole), statistics.median(outside)
 
 
 def print_overhead(
     target: Target, drafters: dict[str, Drafter], prompts: Prompts, new_tokens: int
 ) -> None:
-    print(f"Outside the models' passes, K={K}, batch 1, the main thread's time\n")
-    print("| drafter | ms a round | share | tokens a round |\n|---|---|---|---|")
+    print(f"Outside the models' passes, K={K}, batch 1: medians over the rounds\n")
+    print("| drafter | ms a round | outside, wall clock | outside, CPU time | tokens a round |")
+    print("|---|---|---|---|---|")
     for name, drafter in drafters.items():
-        timed = Timed(target.model)
-        models = [timed]
-        original = getattr(drafter, "model", None)
-        if original is not None:
-            models.append(Timed(original))
-            drafter.model = models[-1]  # type: ignore[attr-defined]
-        decoder = SpeculativeDecoder(_with_model(target, timed), drafter, num_draft_tokens=K)
+        passes = Passes()
+        timed = _with_model(target, Timed(target.model, passes))
+        decoder = SpeculativeDecoder(timed, _timed_drafter(drafter, passes), num_draft_tokens=K)
         decoder.generate(prompts[:1], max_new_tokens=8)
-        spent = Spent(models)
+        rounds = Rounds(passes)
         for prompt in prompts:
-            spent.follow(decoder.stream([prompt], max_new_tokens=new_tokens, eos_token_id=[]))
-        if original is not None:
-            drafter.model = original  # type: ignore[attr-defined]
-        outside = spent.seconds - spent.inside
-        print(
-            f"| {name} | {outside / spent.rounds * 1000:.2f} | {outside / spent.seconds:.1%} "
-            f"| {spent.tokens / spent.rounds:.2f} |"
-        )
+            rounds.follow(decoder.stream([prompt], max_new_tokens=new_tokens, eos_token_id=[]))
+        cells = []
+        for clock in Clock._fields:
+            whole, outside = rounds.medians(clock)
+            cells.append(f"{outside * 1000:.2f} ms, {outside / whole:.1%}")
+        ms = rounds.medians("wall")[0] * 1000
+        length = rounds.num_tokens / len(rounds.all)
+        print(f"| {name} | {ms:.1f} | {cells[0]} | {cells[1]} | {length:.2f} |", flush=True)
     print()
+
+
+def _timed_drafter(drafter: Drafter, passes: Passes) -> Drafter:
+    """The same drafter, its model's passes and its fusion of the target's states added up."""
+    timed: Any = copy.copy(drafter)
+    if hasattr(drafter, "model"):
+        timed.model = Timed(drafter.model, passes)
+    if hasattr(drafter, "fuse"):
+        timed.fuse = passes.around(drafter.fuse)
+    return cast(Drafter, timed)
 
 
 def _with_model(target: Target, model: Any) -> Target:
@@ -204,27 +247,24 @@ def _with_model(target: Target, model: Any) -> Target:
 
 
 def print_contexts(target: Target) -> None:
-    """Plain decoding behind longer and longer prompts.
+    """Plain decoding behind longer and longer prompts, in the main thread's CPU time.
 
     Attention has to grow with the context, in proportion to it: its share is the slope of a line
     through the passes' times, and shown as memory read a second, so that anything else that grew
     would stand out. What is left has to be flat.
     """
-    timed = Timed(target.model)
-    decoder = SpeculativeDecoder(_with_model(target, timed))
+    passes = Passes()
+    decoder = SpeculativeDecoder(_with_model(target, Timed(target.model, passes)))
     longest = target.model.max_positions - CONTEXT_TOKENS
     contexts = [context for context in CONTEXTS if context <= longest]
     points = []
     for context in contexts:
-        runs = []
+        rounds = Rounds(passes)
+        prompt = [i % (target.real_vocab_size // 2) for i in range(context)]
         for _ in range(3):
-            spent = Spent([timed])
-            prompt = [i % (target.real_vocab_size // 2) for i in range(context)]
-            spent.follow(decoder.stream([prompt], max_new_tokens=CONTEXT_TOKENS, eos_token_id=[]))
-            runs.append((spent.seconds / spent.tokens, spent.inside / spent.tokens))
-        points.append(sorted(runs)[1])
-    passes = [inside for _, inside in points]
-    slope, _ = statistics.linear_regression(contexts, passes)
+            rounds.follow(decoder.stream([prompt], max_new_tokens=CONTEXT_TOKENS, eos_token_id=[]))
+        points.append(rounds.medians("cpu"))
+    slope, _ = statistics.linear_regression(contexts, [all_ - out for all_, out in points])
     config = target.model.config  # type: ignore[attr-defined]
     heads, width = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
     bytes_a_token = target.model.num_layers * 2 * heads * width * 4
@@ -232,11 +272,11 @@ def print_contexts(target: Target) -> None:
     print("| context | ms a token | in passes | outside | without attention | over the first |")
     print("|---|---|---|---|---|---|")
     first = points[0][0] - slope * contexts[0]
-    for context, (total, inside) in zip(contexts, points, strict=True):
+    for context, (total, outside) in zip(contexts, points, strict=True):
         rest = total - slope * context
         print(
-            f"| {context} | {total * 1000:.2f} | {inside * 1000:.2f} "
-            f"| {(total - inside) * 1000:.2f} | {rest * 1000:.2f} | {rest / first:.2f} |"
+            f"| {context} | {total * 1000:.2f} | {(total - outside) * 1000:.2f} "
+            f"| {outside * 1000:.2f} | {rest * 1000:.2f} | {rest / first:.2f} |"
         )
     print()
 
@@ -246,8 +286,11 @@ def print_batches(
 ) -> None:
     print(f"Batch, {new_tokens} new tokens a row, after the prompts are read\n")
     print(f"| drafter | K | tok/s batch 1 | tok/s batch {BATCH} | ratio |\n|---|---|---|---|---|")
-    variants: list[tuple[str, Drafter | None, int]] = [("plain", None, 0)]
-    variants += [(name, drafter, length) for name, drafter in drafters.items() for length in (1, K)]
+    variants: list[tuple[str, Drafter | None, int | str]] = [("plain", None, 0)]
+    lengths = (1, K, "auto")
+    variants += [
+        (name, drafter, length) for name, drafter in drafters.items() for length in lengths
+    ]
     for name, drafter, length in variants:
         decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=length)
         arguments: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": []}
@@ -266,15 +309,17 @@ def print_batches(
 
 
 def print_exactness(
-    target: Target, drafters: dict[str, Drafter], prompts: Prompts, draft_name: str | None
+    target: Target, drafters: dict[str, Drafter], prompts: Prompts, folders: list[str]
 ) -> None:
     """Greedy texts of all drafters, in batches, against plain decoding one by one."""
     prompts = prompts[:EXACT_PROMPTS]
     plain = greedy_texts(target, None, prompts, batch=1)
-    kinds = ["suffix_lookup", "early_exit"]
-    if draft_name:
-        kinds += [f"composite:{draft_name}", f"cross_tokenizer:{draft_name}"]
-    more = {kind.partition(":")[0]: load_drafter(kind, target) for kind in kinds}
+    more = {kind: load_drafter(kind, target) for kind in ("suffix_lookup", "early_exit")}
+    for folder in folders:
+        kind = _kind(folder)
+        more[f"lookup, then {kind}"] = load_drafter(f"composite:{folder}", target)
+        if kind == "causal_lm":
+            more["cross_tokenizer"] = load_drafter(f"cross_tokenizer:{folder}", target)
     print(
         f"Greedy texts, {len(prompts)} prompts, {EXACT_TOKENS} tokens, batches of {EXACT_BATCH}\n\n"
         "| drafter | identical to plain decoding | tokens a round |\n|---|---|---|"

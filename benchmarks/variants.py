@@ -35,17 +35,20 @@ class Variant(NamedTuple):
 def our_variants(
     target: Target, drafters: dict[str, Drafter], new_tokens: int, num_draft_tokens: int
 ) -> list[Variant]:
-    """Our loop without a drafter and with each of them."""
+    """Our loop without a drafter and with each of them, at a fixed draft length and at "auto"."""
 
-    def variant(kind: str, drafter: Drafter | None) -> Variant:
-        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=num_draft_tokens)
+    def variant(kind: str, drafter: Drafter | None, length: int | str) -> Variant:
+        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=length)
 
         def decode(prompt: list[int]) -> object:
             return decoder.generate([prompt], max_new_tokens=new_tokens, eos_token_id=[])
 
-        return Variant(f"ours, {kind}", kind, True, decode)
+        return Variant(f"ours, {kind}, K={length}", kind, True, decode)
 
-    return [variant("plain", None), *(variant(*pair) for pair in drafters.items())]
+    variants = [variant("plain", None, 0)]
+    for kind, drafter in drafters.items():
+        variants += [variant(kind, drafter, length) for length in (num_draft_tokens, "auto")]
+    return variants
 
 
 def their_variants(
@@ -86,7 +89,7 @@ def their_variants(
         draft.generation_config.num_assistant_tokens = num_draft_tokens
         draft.generation_config.num_assistant_tokens_schedule = "constant"
         draft.generation_config.assistant_confidence_threshold = 0.0
-        variants.append(variant("generate, assisted", "model", assistant_model=draft))
+        variants.append(variant("generate, assisted", "causal_lm", assistant_model=draft))
     return variants
 
 
