@@ -48,7 +48,7 @@ class SpeculativeDecoder:
         rule: verification of sampled chains.
 
     Raises:
-        ValueError: num_draft_tokens below 0.
+        ValueError: num_draft_tokens below 0; anything that is not what is named above.
     """
 
     def __init__(
@@ -59,6 +59,8 @@ class SpeculativeDecoder:
         num_draft_tokens: int | DraftLength | TreeShape | str = 3,
         rule: Rule | str = Rule.block,
     ) -> None:
+        if drafter is not None and not hasattr(drafter, "begin"):
+            raise ValueError(f"drafter is {drafter!r}, expected what load_drafter gives, or None")
         self.target = as_target(target)
         self.drafter = drafter
         self.plan = as_draft_plan(num_draft_tokens, self.target, drafter)

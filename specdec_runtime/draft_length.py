@@ -54,7 +54,16 @@ class DraftLength(Protocol):
 
 
 def as_draft_length(value: "int | DraftLength") -> DraftLength:
-    """A number of tokens as a policy; a policy as it is."""
+    """A number of tokens as a policy; a policy as it is.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    if isinstance(value, bool) or not (isinstance(value, int) or hasattr(value, "begin")):
+        raise ValueError(
+            f'num_draft_tokens is {value!r}, expected a number, "auto", a policy of '
+            "draft_length.py or a shape of tree_growth.py"
+        )
     return FixedLength(value) if isinstance(value, int) else value
 
 
@@ -193,9 +202,9 @@ class CostAware:
         _check_num_draft_tokens(self.num_draft_tokens, at_least=1)
         for name in ("draft_cost", "draft_start"):
             value = getattr(self, name)
-            if value < 0.0:
+            if not 0.0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}, expected 0 or more target passes")
-        if any(cost <= 0.0 for cost in self.verify_cost):
+        if not all(0.0 < cost < math.inf for cost in self.verify_cost):
             raise ValueError(f"verify_cost is {self.verify_cost}, expected positive target passes")
         if not 0.0 < self.acceptance < 1.0:
             raise ValueError(f"acceptance is {self.acceptance}, expected between 0 and 1")

@@ -22,6 +22,11 @@ class Engine(Enum):
     eager = "eager"  # transformers' code as it is
     compiled = "compiled"  # transformers' code through torch.compile, static buffers
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Engine":
+        names = ", ".join(engine.value for engine in cls)
+        raise ValueError(f"engine is {value!r}, expected one of {names}")
+
 
 def make_model(
     module: PreTrainedModel,

@@ -5,6 +5,7 @@ spread by `device_map`. The distribution that is kept is that of the target as l
 """
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,6 +57,7 @@ def load_target(
         ValueError: if there is no such model, no tokenizer, or it cannot be decoded here.
     """
     source = resolve_model(name)
+    _refuse_drafter(source)
     module = load_module(
         source, dtype=dtype, device=device, revision=revision, model_arguments=model_arguments
     )
@@ -93,17 +95,24 @@ def load_drafter(
             hub id of any causal LM with the target's tokenizer; or KIND:FOLDER to have a model
             used in another way ("cross_tokenizer:...", "composite:...").
         engine: see `Engine`.
-        settings: of the kind, replacing those stored in the folder.
+        settings: of the kind (`SETTINGS` of its module), replacing those stored in the folder.
 
     Raises:
-        ValueError: if there is no such drafter, or it does not fit the target.
+        ValueError: if there is no such drafter, it does not fit the target, or it has no such
+            setting.
     """
     if spec == "none":
         return None
+    if not isinstance(spec, str | Path) or not str(spec):
+        raise ValueError(
+            f"the drafter is {spec!r}, expected none, a kind ({', '.join(drafter_kinds())}), a "
+            "folder, a hub id, or KIND:FOLDER"
+        )
     kinds = drafter_kinds()
     kind, _, source = str(spec).partition(":")
     kind = "prompt_lookup" if kind == "lookup" else kind
     if kind in kinds and not Path(spec).exists():
+        _check_settings(kind, settings)
         return _kind_module(kind).load(source or None, target, engine=engine, settings=settings)
     if is_drafter_folder(spec):
         manifest = read_manifest(spec)
@@ -112,12 +121,14 @@ def load_drafter(
                 f"{spec} holds a drafter of kind {manifest.kind!r}, this version knows "
                 f"{', '.join(kinds)}"
             )
+        _check_settings(manifest.kind, settings)
         hashed = tokenizer_hash(target.tokenizer) if target.tokenizer is not None else ""
         check_target(manifest, target, hashed)
         stored = {**manifest.kind_config, **settings}
         if (temperature := manifest.recommended.get("draft_temperature")) is not None:
             stored.setdefault("temperature", temperature)
         return _kind_module(manifest.kind).load(spec, target, engine=engine, settings=stored)
+    _check_settings("causal_lm", settings)
     return _kind_module("causal_lm").load(spec, target, engine=engine, settings=settings)
 
 
@@ -127,8 +138,32 @@ def drafter_kinds() -> list[str]:
 
 
 def _kind_module(kind: str) -> Any:
-    """The kind's module; its `load(folder, target, *, engine, settings)` makes the drafter."""
+    """The kind's module; its `load(folder, target, *, engine, settings)` makes the drafter, and its
+    `SETTINGS` are the names that these may have (None = those of the drafter behind it)."""
     return importlib.import_module(f"specdec_runtime.drafters.{kind}")
+
+
+def _check_settings(kind: str, settings: Mapping[str, Any]) -> None:
+    known = _kind_module(kind).SETTINGS
+    for name in settings:
+        if known is not None and name not in known:
+            raise ValueError(
+                f"{name} is no setting of a {kind} drafter: expected {', '.join(sorted(known))}"
+            )
+    temperature = settings.get("temperature")
+    if temperature is not None and not (
+        isinstance(temperature, int | float) and 0.0 <= temperature < math.inf
+    ):
+        raise ValueError(f"the draft temperature is {temperature!r}, expected 0 or more")
+
+
+def _refuse_drafter(source: str) -> None:
+    """A head on another model's states is no target; a standalone drafting model may be one."""
+    if is_drafter_folder(source) and (manifest := read_manifest(source)).kind != "causal_lm":
+        raise ValueError(
+            f"{source} holds a drafter of kind {manifest.kind!r}, which is no model by itself: load "
+            f"its target {manifest.target.name!r}, and this folder with load_drafter"
+        )
 
 
 def _local_folder(name: str, revision: str | None) -> Path:

@@ -82,13 +82,12 @@ class TreeSetting:
 def as_draft_plan(
     value: int | DraftLength | TreeShape | str, target: Target, drafter: Drafter | None
 ) -> ChainSetting | AutoSetting | TreeSetting:
-    """A number of tokens, a policy, "auto" or a tree's shape, as what the loop works with."""
-    if isinstance(value, str):
-        if value != "auto":
-            raise ValueError(
-                f'num_draft_tokens is {value!r}, expected a number, "auto", a policy of '
-                "draft_length.py or a shape of tree_growth.py"
-            )
+    """A number of tokens, a policy, "auto" or a tree's shape, as what the loop works with.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if isinstance(value, str) and value == "auto":
         return ChainSetting(FixedLength(0)) if drafter is None else AutoSetting(target, drafter)
     if isinstance(value, TreeShape):
         if isinstance(target.model, HFModel) and target.model.is_recurrent:
@@ -97,7 +96,7 @@ def as_draft_plan(
                 "not a tree: draft chains, with num_draft_tokens as a number"
             )
         return TreeSetting(value)
-    return ChainSetting(as_draft_length(value))
+    return ChainSetting(as_draft_length(value))  # type: ignore[arg-type]
 
 
 class _ChainPlan:

@@ -41,11 +41,14 @@ def load_module(
     if device == SPREAD:
         arguments.setdefault("device_map", "auto")
     chosen = _chosen_device(device)
+    is_named = isinstance(dtype, str) and dtype != "auto"
+    if is_named and not isinstance(getattr(torch, str(dtype), None), torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}, expected auto, float32, bfloat16 or the like")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, revision=revision or "main", output_loading_info=True, **arguments
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no model can be loaded from {str(name)!r}: {reason}") from error
     module, report = loaded
@@ -83,8 +86,13 @@ def _chosen_device(device: torch.device | str) -> torch.device:
     if device in ("auto", SPREAD):
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError:
         raise ValueError(
             f"device is {device}, expected auto, cpu, cuda, cuda:1 or the like, or {SPREAD}"
         ) from None
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device is {device}, but torch finds no CUDA device here: use cpu or auto"
+        )
+    return chosen

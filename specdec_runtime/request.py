@@ -5,7 +5,8 @@ what to do about it; nothing is ignored.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -61,10 +62,10 @@ def check_request(
     sampling: Mapping[str, Any],
 ) -> Request:
     """Everything a decoding needs, or a ValueError that says what to change."""
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+    is_count = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
+    if not is_count or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens!r}, expected a number of at least 1")
-    if isinstance(prompts, str):
-        raise ValueError("prompts is one text, expected a list of prompts: put it in brackets")
+    _check_list_of_prompts(prompts)
     settings = _checked_settings(sampling, target)
     if settings.min_new_tokens > max_new_tokens:
         raise ValueError(
@@ -75,12 +76,13 @@ def check_request(
     if not encoded:
         raise ValueError("no prompts were given, expected at least one")
     room = [target.model.max_positions - len(prompt) for prompt in encoded]
-    eos = target.eos_token_ids if eos_token_id is None else _as_tuple(eos_token_id)
-    strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings or [])
-    if strings and target.tokenizer is None:
-        raise ValueError("stop_strings need the target's tokenizer: use load_target")
-    if "" in strings:
-        raise ValueError("stop_strings holds an empty string, which every text contains")
+    eos = target.eos_token_ids if eos_token_id is None else _checked_ends(eos_token_id, target)
+    strings = _checked_stop_strings(stop_strings, target)
+    criteria = [] if stopping_criteria is None else stopping_criteria
+    if not isinstance(criteria, Sequence) or not all(map(callable, criteria)):
+        raise ValueError(
+            f"stopping_criteria is {criteria!r}, expected a list of StoppingCriteria objects"
+        )
     return Request(
         prompts=encoded,
         budgets=[min(max_new_tokens, left) for left in room],
@@ -89,7 +91,7 @@ def check_request(
         stopping=Stopping(
             eos_token_ids=eos,
             stop_strings=strings,
-            criteria=StoppingCriteriaList(stopping_criteria or []),
+            criteria=StoppingCriteriaList(criteria),
             tokenizer=target.tokenizer,
         ),
         eos_token_ids=eos,
@@ -105,6 +107,8 @@ def _checked_settings(sampling: Mapping[str, Any], target: Target) -> SamplingSe
                 f"drop {name}, or repeat the prompt"
             )
     do_sample = given.pop("do_sample", None)
+    if do_sample not in (None, True, False):
+        raise ValueError(f"do_sample is {do_sample!r}, expected True, False or nothing")
     for name in given:
         if name in _ELSEWHERE:
             raise ValueError(f"{name} is no argument of generate here: {_ELSEWHERE[name]}")
@@ -135,8 +139,8 @@ def _checked_prompt(target: Target, prompt: Any, row: int) -> list[int]:
             raise ValueError("text prompts need the target's tokenizer: use load_target, or ids")
         prompt = target.tokenizer(prompt).input_ids
     try:
-        ids = [int(token) for token in prompt]
-    except (TypeError, ValueError):
+        ids = [operator.index(token) for token in prompt]
+    except TypeError:
         kind = type(prompt).__name__
         raise ValueError(f"prompt {row} is a {kind}: expected text or a list of ids") from None
     if not ids:
@@ -155,5 +159,41 @@ def _checked_prompt(target: Target, prompt: Any, row: int) -> list[int]:
     return ids
 
 
-def _as_tuple(ids: int | Sequence[int]) -> tuple[int, ...]:
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+def _check_list_of_prompts(prompts: object) -> None:
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one text, expected a list of prompts: put it in brackets")
+    if isinstance(prompts, Mapping):
+        raise ValueError(
+            f"prompts is a {type(prompts).__name__}, expected a list of prompts: what a tokenizer "
+            'returns has them under "input_ids"'
+        )
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r}, expected a list of texts or of lists of ids")
+
+
+def _checked_ends(given: Any, target: Target) -> tuple[int, ...]:
+    """The ids of `eos_token_id`."""
+    try:
+        ids = tuple(map(operator.index, given if isinstance(given, Iterable) else [given]))
+    except TypeError:
+        raise ValueError(
+            f"eos_token_id is {given!r}, expected a token id or a list of them"
+        ) from None
+    for token in ids:
+        if not 0 <= token < target.model.vocab_size:
+            raise ValueError(
+                f"eos_token_id names {token}, the target knows 0 to "
+                f"{target.model.vocab_size - 1}: [] decodes without any end"
+            )
+    return ids
+
+
+def _checked_stop_strings(given: Any, target: Target) -> list[str]:
+    strings = [given] if isinstance(given, str) else given or []
+    if not isinstance(strings, Iterable) or not all(isinstance(one, str) for one in strings):
+        raise ValueError(f"stop_strings is {given!r}, expected a text or a list of them")
+    if strings and target.tokenizer is None:
+        raise ValueError("stop_strings need the target's tokenizer: use load_target")
+    if "" in strings:
+        raise ValueError("stop_strings holds an empty string, which every text contains")
+    return list(strings)

@@ -227,6 +227,8 @@ def _row_seeds(seed: int | Sequence[int] | None, batch_size: int) -> list[int]:
         seed = int(torch.randint(2**62, ()))  # so that torch.manual_seed governs it
     if isinstance(seed, int):
         return [seed + row for row in range(batch_size)]
+    if not isinstance(seed, Sequence) or not all(isinstance(one, int) for one in seed):
+        raise ValueError(f"seed is {seed!r}, expected an integer, or one per prompt")
     if len(seed) != batch_size:
         raise ValueError(
             f"seed has {len(seed)} values for {batch_size} prompts: give one, or one per prompt"

@@ -5,8 +5,9 @@ Checked when made: a value out of range, or settings that contradict each other,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
@@ -48,6 +49,7 @@ class SamplingSettings:
     logits_processors: list[LogitsProcessor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         self._check_ranges()
         self._check_tokens()
         self._check_contradictions()
@@ -59,7 +61,7 @@ class SamplingSettings:
             ValueError: temperatures were given per row, for another number of rows.
         """
         given = self._given_temperatures()
-        if isinstance(self.temperature, int | float):
+        if isinstance(self.temperature, float | Real):
             given = given * batch_size
         if len(given) != batch_size:
             raise ValueError(
@@ -69,9 +71,32 @@ class SamplingSettings:
         return given
 
     def _given_temperatures(self) -> list[float]:
-        if isinstance(self.temperature, int | float):
+        if isinstance(self.temperature, float | Real):
             return [float(self.temperature)]
         return [float(value) for value in self.temperature]
+
+    def _check_kinds(self) -> None:
+        given = self.temperature
+        rows = [given] if isinstance(given, float | Real) else given
+        valid = isinstance(rows, Sequence) and bool(rows) and all(map(_is_number, rows))
+        _check(valid, "temperature", repr(given), "a number, or one per prompt")
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(_is_number(value), name, repr(value), "a number")
+        for name in ("top_p", "typical_p", "min_p"):
+            value = getattr(self, name)
+            _check(value is None or _is_number(value), name, repr(value), "a number, or None")
+        words = self.bad_words_ids
+        valid = words is None or (
+            isinstance(words, Sequence) and all(isinstance(word, Sequence) for word in words)
+        )
+        _check(valid, "bad_words_ids", repr(words), "a list of lists of token ids")
+        bias = self.logit_bias
+        valid = bias is None or (isinstance(bias, Mapping) and all(map(_is_number, bias.values())))
+        _check(valid, "logit_bias", repr(bias), "a dict from token ids to numbers")
+        processors = self.logits_processors
+        valid = isinstance(processors, Sequence) and all(map(callable, processors))
+        _check(valid, "logits_processors", repr(processors), "a list of LogitsProcessor objects")
 
     def _check_ranges(self) -> None:
         for value in self._given_temperatures():
@@ -96,11 +121,11 @@ class SamplingSettings:
     def _check_tokens(self) -> None:
         words = self.bad_words_ids
         valid = words is None or (
-            len(words) > 0 and all(word and all(token >= 0 for token in word) for word in words)
+            len(words) > 0 and all(word and all(map(_is_token_id, word)) for word in words)
         )
         _check(valid, "bad_words_ids", words, "a non-empty list of non-empty lists of token ids")
         for token, bias in (self.logit_bias or {}).items():
-            _check(token >= 0, "logit_bias", f"token id {token}", "ids of 0 or more")
+            _check(_is_token_id(token), "logit_bias", f"token id {token}", "ids of 0 or more")
             valid = not math.isnan(bias) and bias < math.inf
             _check(valid, "logit_bias", f"{bias} for token {token}", "finite, or -inf to forbid")
 
@@ -121,6 +146,14 @@ class SamplingSettings:
                 f"repetition_penalty={self.repetition_penalty} and a "
                 "RepetitionPenaltyLogitsProcessor in logits_processors: pass one of the two"
             )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_token_id(value: object) -> bool:
+    return isinstance(value, int) and value >= 0
 
 
 def _check(valid: bool, name: str, value: object, expected: str) -> None:

@@ -53,6 +53,10 @@ def as_target(target: Target | CausalModel | PreTrainedModel) -> Target:
     if isinstance(target, PreTrainedModel):
         eos = end_of_text_ids(target.generation_config, target.config)
         return Target(model=HFModel(target), eos_token_ids=eos)
+    if not hasattr(target, "new_cache"):
+        raise ValueError(
+            f"target is {target!r}, expected a Target, as load_target gives it, or a loaded model"
+        )
     return Target(model=target, eos_token_ids=end_of_text_ids(None, target.config))
 
 

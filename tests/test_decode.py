@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import MaxLengthCriteria
 
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import ConfidenceThreshold
@@ -256,6 +257,18 @@ BAD_REQUESTS = [
     ({"do_sample": False, "temperature": 0.7}, "do_sample=False contradicts temperature"),
     ({"stop_strings": ["x"]}, "stop_strings need the target's tokenizer"),
     ({"top_p": 0.0, "temperature": 1.0}, "top_p"),
+    ({"max_new_tokens": True}, "max_new_tokens is True"),
+    ({"do_sample": "yes"}, "do_sample is 'yes'"),
+    ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', expected a token id"),
+    ({"eos_token_id": 1.5}, "eos_token_id is 1.5"),
+    ({"eos_token_id": -1}, "eos_token_id names -1.*0 to 7: .*without any end"),
+    ({"eos_token_id": [1, 8]}, "eos_token_id names 8"),
+    ({"stop_strings": 3}, "stop_strings is 3, expected a text"),
+    ({"stop_strings": [3]}, "stop_strings is \\[3\\]"),
+    ({"stopping_criteria": MaxLengthCriteria(3)}, "stopping_criteria is .*expected a list"),
+    ({"stopping_criteria": [3]}, "stopping_criteria is \\[3\\]"),
+    ({"seed": 1.5, "temperature": 1.0}, "seed is 1.5, expected an integer"),
+    ({"seed": "ab", "temperature": 1.0}, "seed is 'ab'"),
 ]
 
 
@@ -278,6 +291,9 @@ def test_bad_arguments_are_refused_before_any_pass(arguments, message):
         ("text", "prompts is one text, expected a list"),
         ([3, 4], "prompt 0 is a int"),
         ([{"image": 1}], "prompt 0 is a dict"),
+        ({"input_ids": [[1]]}, 'a dict, expected a list of prompts: .*under "input_ids"'),
+        (None, "prompts is None"),
+        ([[1.5]], "prompt 0 is a list: expected text or a list of ids"),
     ],
 )
 def test_bad_prompts_are_refused_before_any_pass(prompts, message):
@@ -291,12 +307,18 @@ def test_bad_prompts_are_refused_before_any_pass(prompts, message):
     ("settings", "message"),
     [
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1"),
+        ({"num_draft_tokens": 2.5}, "num_draft_tokens is 2.5"),
+        ({"num_draft_tokens": None}, "num_draft_tokens is None"),
+        ({"num_draft_tokens": True}, "num_draft_tokens is True"),
+        ({"num_draft_tokens": "many"}, "num_draft_tokens is 'many'"),
+        ({"drafter": "lookup"}, "drafter is 'lookup', expected what load_drafter gives"),
+        ({"target": "gpt2"}, "target is 'gpt2', expected a Target"),
         ({"rule": "greedy"}, "rule is 'greedy', expected speculative or block"),
     ],
 )
 def test_a_bad_decoder_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        SpeculativeDecoder(TableModel.reciting([1, 2], 8), **settings)
+        SpeculativeDecoder(**{"target": TableModel.reciting([1, 2], 8), **settings})
 
 
 class Int8Linear(torch.nn.Module):

@@ -226,6 +226,46 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
         load_target(save_model(tmp_path / "small", 0, tokenizer=large))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "float99"}, "dtype is 'float99'"),
+        ({"device": "gpu0"}, "device is gpu0"),
+        ({"engine": "fast"}, "engine is 'fast', expected one of auto, native, eager, compiled"),
+        ({"model_arguments": {"nonsense": 1}}, "no model can be loaded .*'nonsense'"),
+    ],
+)
+def test_bad_arguments_of_a_target_are_named(target_folder, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        load_target(target_folder, **arguments)
+
+
+def test_a_head_on_another_models_states_is_no_target(target, tmp_path):
+    head = write_drafter(
+        tmp_path / "head", tiny_llama(0), manifest(target, kind="eagle3"), tokenizer=TOKENIZER
+    )
+    with pytest.raises(ValueError, match="of kind 'eagle3', which is no model by itself"):
+        load_target(head)
+
+
+@pytest.mark.parametrize(
+    ("spec", "settings", "message"),
+    [
+        ("lookup", {"ngram": 3}, "ngram is no setting of a prompt_lookup drafter.*max_ngram"),
+        ("{folder}", {"tempature": 1.0}, "tempature is no setting of a causal_lm drafter"),
+        ("composite:{folder}", {"ngram": 3}, "ngram is no setting of a causal_lm drafter"),
+        ("early_exit", {"temperature": -1.0}, "the draft temperature is -1.0"),
+        ("early_exit", {"exit_layer": "a"}, "exit_layer is 'a'"),
+        ("", {}, "the drafter is ''.*early_exit"),
+        (None, {}, "the drafter is None"),
+    ],
+)
+def test_bad_settings_of_a_drafter_are_named(target, target_folder, spec, settings, message):
+    named = spec.format(folder=target_folder) if spec else spec
+    with pytest.raises(ValueError, match=message):
+        load_drafter(named, target, **settings)
+
+
 def test_the_fastest_engine_that_can_is_chosen():
     module = tiny_llama(0)
     with warnings.catch_warnings():

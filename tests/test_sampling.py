@@ -8,6 +8,7 @@ from transformers import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
 
@@ -290,6 +291,17 @@ def test_settings_that_read_no_history_ask_for_none():
         ({"bad_words_ids": [[]]}, "bad_words_ids is"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias is token id -1"),
         ({"logit_bias": {1: math.inf}}, "logit_bias is inf for token 1"),
+        ({"temperature": "hot"}, "temperature is 'hot', expected a number"),
+        ({"temperature": None}, "temperature is None"),
+        ({"temperature": []}, "temperature is \\[\\]"),
+        ({"temperature": 1.0, "top_p": "0.9"}, "top_p is '0.9'"),
+        ({"repetition_penalty": "1"}, "repetition_penalty is '1'"),
+        ({"bad_words_ids": [1, 2]}, "bad_words_ids is .*list of lists"),
+        ({"bad_words_ids": ["ab"]}, "bad_words_ids is"),
+        ({"logit_bias": [1]}, "logit_bias is .*a dict"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias is token id a"),
+        ({"logits_processors": TemperatureLogitsWarper(2.0)}, "logits_processors is .*a list"),
+        ({"logits_processors": ["x"]}, "logits_processors is"),
         ({"top_p": 0.9}, "top_p=0.9 has no effect at temperature 0"),
         ({"temperature": [0.0, 0.0], "top_k": 3}, "top_k=3 has no effect"),
         (

@@ -30,6 +30,8 @@ from specdec_runtime.tree_drafting import draft_trees, score_trees
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
 
+SETTINGS = frozenset({"temperature"})
+
 
 class CausalLMDrafter:
     """Drafts with a causal LM, greedily where the row is greedy, else from its own distribution.

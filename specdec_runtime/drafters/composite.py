@@ -4,7 +4,6 @@ Where the text repeats itself, lookup drafts for free and its drafts are long; e
 drafts. The choice depends on committed tokens only, so the output law is untouched.
 """
 
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from specdec_runtime.draft import (
     without_learning,
 )
 from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.drafters.suffix_lookup import SETTINGS as _LOOKUP_SETTINGS
 from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
 from specdec_runtime.engines import Engine
 from specdec_runtime.loading import load_drafter
@@ -28,7 +28,7 @@ from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
 
-_LOOKUP_SETTINGS = signature(SuffixLookupDrafter).parameters
+SETTINGS = None  # those of the lookup and of the drafter behind it, which `load_drafter` checks
 # What lookup finds takes the place of a draft that is likely too: only clear cases pay.
 _STRICT = {"min_match": 3, "min_survival": 0.5}
 

@@ -32,6 +32,8 @@ from specdec_runtime.tree_drafting import draft_trees, score_trees
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
 
+SETTINGS = frozenset({"mode", "temperature"})
+
 
 class Mode(Enum):
     """What crosses from one tokenizer to the other; `auto`: text if all rows are greedy."""

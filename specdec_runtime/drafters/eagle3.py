@@ -32,6 +32,8 @@ from specdec_runtime.native import NativeLinear, NativeModel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 
+SETTINGS = frozenset({"temperature"})
+
 # The state that a step hands on: the residual after the layer, or the one after the norm.
 _RESIDUAL, _NORMED = 1, -1
 

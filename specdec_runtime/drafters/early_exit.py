@@ -32,6 +32,8 @@ from specdec_runtime.tree_drafting import draft_trees, tree_inputs
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
 
+SETTINGS = frozenset({"exit_layer", "temperature"})
+
 
 class EarlyExitDrafter:
     """Drafts with the first layers of the target.
@@ -61,9 +63,9 @@ class EarlyExitDrafter:
         draft_vocab: Tensor | None = None,
         temperature: float | None = None,
     ) -> None:
-        if not 1 <= exit_layer < model.num_layers:
+        if not isinstance(exit_layer, int) or not 1 <= exit_layer < model.num_layers:
             raise ValueError(
-                f"exit_layer is {exit_layer}, expected 1 to {model.num_layers - 1}: "
+                f"exit_layer is {exit_layer!r}, expected 1 to {model.num_layers - 1}: "
                 f"the target has {model.num_layers} layers"
             )
         if isinstance(model, HFModel) and not model.is_divisible:

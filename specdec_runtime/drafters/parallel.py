@@ -34,6 +34,8 @@ from specdec_runtime.parallel_network import ParallelNetwork, load_parallel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 
+SETTINGS = frozenset({"temperature"})
+
 _NORMED = -1  # the hidden state that the head reads
 
 

@@ -19,6 +19,8 @@ from specdec_runtime.lookup import LookupSession
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 
+SETTINGS = frozenset({"max_ngram", "min_ngram"})
+
 _MAX_BRANCHES = 16  # occurrences of one suffix that a tree is grown from
 
 

@@ -20,6 +20,8 @@ from specdec_runtime.occurrences import Occurrences
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 
+SETTINGS = frozenset({"corpus", "min_match", "tokens_per_match", "min_survival", "remembers"})
+
 
 class SuffixLookupDrafter:
     """Proposes what most occurrences of the current end of the text went on with.
