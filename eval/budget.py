@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from eval.config import EvaluationConfig
-from eval.costs import NUM_RUNS, RUN_TOKENS, run_lengths
+from eval.costs import NUM_PROMPTS, TURN_ROUNDS, run_lengths
 
 GUESSED_LENGTH = 1.4  # tokens a round, before anything is known
 GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
@@ -62,8 +62,10 @@ def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
     replays = SCORING + REPLAY * (amounts.num_drafters - amounts.num_followed)
     replays += FOLLOWING * amounts.num_followed
     read = suites * temperatures * amounts.num_prompts * a_text * replays
-    num_rounds = len(run_lengths(config.max_draft_tokens)) * (NUM_RUNS + 1) * RUN_TOKENS / 1.5
-    costs = amounts.num_drafters * num_rounds * pass_s[-1] + OTHER_PASSES * pass_s[0]
+    a_turn = TURN_ROUNDS * _pass(pass_s, config.max_draft_tokens / 2)
+    a_turn += _pass(pass_s, amounts.prompt_tokens)
+    turns = NUM_PROMPTS * len(run_lengths(config.max_draft_tokens))
+    costs = turns * (amounts.num_drafters + 1) * a_turn + OTHER_PASSES * pass_s[0]
     compared = REFERENCE_SHARE * config.time_limit_s if config.reference_prompts else 0.0
     return [
         PartTime("the target's texts", texts),

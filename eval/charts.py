@@ -102,6 +102,7 @@ def line_chart(title: str, series: Sequence[Series], axes: Axes) -> str:
     _draw_axes(frame, axes, sorted({round(point.x) for point in points}))
     for one in series:
         _draw_series(frame, one)
+    _name_reference(frame, axes, series)
     legend = _legend(series) if len(series) > 1 else ""
     body = "".join(frame.parts)
     return (
@@ -161,13 +162,24 @@ def _draw_axes(frame: _Frame, axes: Axes, x_values: list[int]) -> None:
         y = frame.y(axes.reference)
         frame.parts.append(
             f'<line class="reference" x1="{LEFT}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}"/>'
-            f'<text class="tick" x="{WIDTH - RIGHT}" y="{y - 5:.1f}" text-anchor="end">'
-            f"{escape(axes.reference_label)}</text>"
         )
     middle = (LEFT + WIDTH - RIGHT) / 2
     frame.parts.append(
         f'<text class="axis" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">'
         f"{escape(axes.x_label)}</text>"
+    )
+
+
+def _name_reference(frame: _Frame, axes: Axes, series: Sequence[Series]) -> None:
+    """The name of the reference line, over the lines, on the side of it where fewer of them end."""
+    if axes.reference is None:
+        return
+    last = [one.points[-1].y for one in series if one.line and one.points]
+    ends_below = 2 * sum(y < axes.reference for y in last) > len(last)
+    y = frame.y(axes.reference) + (-5 if ends_below else 13)
+    frame.parts.append(
+        f'<text class="tick" x="{WIDTH - RIGHT}" y="{y:.1f}" text-anchor="end">'
+        f"{escape(axes.reference_label)}</text>"
     )
 
 
@@ -213,7 +225,7 @@ def _tick_step(span: float) -> float:
     power = 10.0 ** (len(f"{span:.0f}") - 2 if span >= 10 else -1)
     while span / power > 60:
         power *= 10
-    return next(power * m for m in (1, 2, 5, 10, 20, 50, 100) if span / (power * m) <= 6)
+    return next(power * m for m in (1, 2, 5, 10, 20, 50, 100) if span / (power * m) <= 6 + 1e-9)
 
 
 def _round_up(value: float) -> float:

@@ -26,7 +26,7 @@ Often set:
     drafters=[DIR2,HUB_ID]           more of them, side by side
     target=MODEL                     default: the target named in the drafter's folder
     prompts=FILE.jsonl               default: those kept by the run that made the drafter
-    suites=[mt_bench]                fetched suites, where there is no prompts file
+    suites=[held_out,mt_bench]       of them, by name; fetched: mt_bench, humaneval, rag, ...
     tracking=wandb                   or tensorboard: figures, tables and the page go there too
     output=FOLDER                    default: runs/eval/TIME; an interrupted one is continued
     evaluation.num_prompts=24        prompts a suite

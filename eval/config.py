@@ -104,8 +104,9 @@ class EvalConfig:
 
     drafter: the drafter that the page is about; drafters: more of them, side by side.
     lookup: also measure prompt lookup, the free baseline.
-    prompts_file: JSONL; None = those kept beside the drafter by its run, else `suites`.
-    suites: fetched suites by name (fetched.py), used where there is no prompts file.
+    prompts_file: JSONL; None = `suites`.
+    suites: by name: fetched ones (fetched.py), and those kept beside the drafter by its run; None =
+        all of the run's, and MT-bench where there are none.
     turns: of conversations with several user turns, how many are evaluated.
     failures: failures.jsonl of an earlier evaluation, or its folder: is the drafter right there now?
     output: None = runs/eval/<time>.
@@ -117,7 +118,7 @@ class EvalConfig:
     lookup: bool = True
     target: TargetChoice = field(default_factory=TargetChoice)
     prompts_file: str | None = None
-    suites: list[str] = field(default_factory=lambda: ["mt_bench"])
+    suites: list[str] | None = None
     turns: int = 1
     failures: str | None = None
     output: str | None = None

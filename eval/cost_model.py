@@ -53,6 +53,24 @@ class Step:
     speedup: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoundParts:
+    """Mean seconds of a part of the timed rounds, plain or speculative; without the prefill."""
+
+    draft_s: float
+    verify_s: float
+    outside_s: float
+
+
+@dataclass(frozen=True)
+class PartCheck:
+    """A part of a round as predicted and as timed, in passes of the target over one token."""
+
+    name: str
+    predicted: float
+    timed: float
+
+
 def expected_acceptance_length(acceptance_by_position: Sequence[float]) -> float:
     """1 + sum over k of P(the first k drafts are all kept): tokens a round, bonus included."""
     return 1.0 + sum(acceptance_by_position)

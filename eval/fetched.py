@@ -92,19 +92,26 @@ FETCHED: dict[str, Callable[[], list[Question]]] = {
 }
 
 
-def load_suites(names: Sequence[str]) -> list[Question]:
+def load_suites(names: Sequence[str], own: Sequence[Question] = ()) -> list[Question]:
     """The questions of some suites, in the order of the names.
+
+    Args:
+        own: questions of suites that can be named too; where a fetched one has the same name, that
+            one is meant (it has categories and later turns).
 
     Raises:
         ValueError: for a name that is none, or no name.
     """
-    unknown = sorted(set(names) - set(FETCHED))
-    if unknown or not names:
+    known = dict.fromkeys([*FETCHED, *(question.suite for question in own)])
+    if not names or not set(names) <= set(known):
         raise ValueError(
-            f"suites={list(names)}: expected one or more of {', '.join(FETCHED)}, "
+            f"suites={list(names)}: expected one or more of {', '.join(known)}, "
             "or give prompts=FILE.jsonl"
         )
-    return [question for name in names for question in FETCHED[name]()]
+    found: list[Question] = []
+    for name in names:
+        found += FETCHED[name]() if name in FETCHED else [q for q in own if q.suite == name]
+    return found
 
 
 def _passages() -> Iterator[str]:

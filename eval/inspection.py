@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from eval.suites import EvalPrompt
-from eval.target_texts import Answer, TargetStates
-from eval.text_drafts import HEAD_CHUNK, ScoredDrafter, text_drafts
+from eval.target_texts import HEAD_CHUNK, Answer, TargetStates
+from eval.text_drafts import ScoredDrafter, text_drafts
 from eval.trace import Top, Trace, TraceRound, TraceToken, WeakPrefix
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Drafter
@@ -37,21 +37,20 @@ class AnswerScores:
     """Per answer token but the first.
 
     overlap: sum(min(target, draft)). target, draft: their most probable tokens.
-    answer_probability: the target's of the token it said. entropy: the target's, in nats.
+    answer_probability: the target's of the token it said.
     """
 
     overlap: list[float]
     target: list[TopTokens]
     draft: list[TopTokens]
     answer_probability: list[float]
-    entropy: list[float]
 
 
 @torch.inference_mode()
 def score_answer(states: TargetStates, drafter: ScoredDrafter, answer: Answer) -> AnswerScores:
     """Both distributions along one answer, the drafter's of the first token of a draft that begins
     there; positions that it cannot reach are left out."""
-    scores = AnswerScores([], [], [], [], [])
+    scores = AnswerScores([], [], [], [])
     if len(answer.token_ids) < 2:
         return scores
     target = states.target
@@ -66,7 +65,6 @@ def score_answer(states: TargetStates, drafter: ScoredDrafter, answer: Answer) -
         answered = torch.tensor(answer.token_ids[1:])[window, None].to(target_probs.device)
         scores.overlap.extend(torch.minimum(target_probs, draft_probs).sum(-1).tolist())
         scores.answer_probability.extend(target_probs.gather(1, answered)[:, 0].tolist())
-        scores.entropy.extend(torch.special.entr(target_probs).sum(-1).tolist())
         scores.target.extend(_top_tokens(target_probs))
         scores.draft.extend(_top_tokens(draft_probs))
     return scores

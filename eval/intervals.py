@@ -41,8 +41,8 @@ def resampled_prompts(num_prompts: int, *, num_resamples: int, seed: int) -> np.
 
 
 def ratio_interval(
-    numerators: Sequence[float],
-    denominators: Sequence[float],
+    numerators: Sequence[float] | np.ndarray,
+    denominators: Sequence[float] | np.ndarray,
     *,
     num_resamples: int = NUM_RESAMPLES,
     seed: int = 0,
@@ -53,14 +53,14 @@ def ratio_interval(
         numerators, denominators: [P] counts or seconds, one entry a prompt.
 
     Returns:
-        No value where the denominators sum to 0; no bounds for fewer than two prompts.
+        No value where the denominators sum to 0; no bounds where fewer than two prompts have one.
     """
     assert len(numerators) == len(denominators)
     top, bottom = np.asarray(numerators, float), np.asarray(denominators, float)
     if bottom.sum() == 0:
         return Interval(None)
     value = float(top.sum() / bottom.sum())
-    if len(top) < 2:
+    if np.count_nonzero(bottom) < 2:  # resamples of one prompt's ratio are that ratio
         return Interval(value)
     drawn = resampled_prompts(len(top), num_resamples=num_resamples, seed=seed)
     return _with_bounds(value, top[drawn].sum(-1), bottom[drawn].sum(-1))

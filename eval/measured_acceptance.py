@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.acceptance import (
     Counts,
@@ -20,12 +20,16 @@ from eval.acceptance import (
     length_interval,
     measure_acceptance,
 )
+from eval.breakdown import Groups, breakdown, groups_of
+from eval.groups import BreakdownResult
+from eval.inspection import AnswerScores
 from eval.measurements import Setting
-from eval.replay import Proposals, proposals, replayed_stats, same_counts
+from eval.replay import Proposals, proposals, replayed_rounds, replayed_stats, same_counts
 from eval.results import AcceptanceResult, SampledLength, SampledReplay
-from eval.sampled_replay import Keeps, expected_counts, is_recordable, keeps, target_log_probs
+from eval.sampled_replay import Keeps, expected_counts, expected_rounds, is_recordable, keeps
 from eval.suites import spread
-from eval.target_texts import Answer
+from eval.target_texts import Answer, TargetScores, target_scores
+from eval.text_rounds import TextRound
 
 
 @dataclass(frozen=True)
@@ -38,16 +42,16 @@ class CountedTexts:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampled:
-    """What is known of a suite's texts at the sampling temperature, shared by all drafters.
+class Measured(NamedTuple):
+    """Acceptance of one drafter on one suite at one temperature.
 
-    log_probs: the target's, of each token of each text but the first.
+    sampled: at every draft length, above temperature 0. rounds: of each prompt, at the record's draft
+    length, along the target's own texts. Both None where that is not known without decoding.
     """
 
-    temperature: float
-    texts: MeasuredAcceptance
-    log_probs: list[list[float]]
+    record: AcceptanceResult
+    sampled: SampledReplay | None
+    rounds: list[list[TextRound]] | None
 
 
 def plain(setting: Setting, suite: str, temperature: float) -> MeasuredAcceptance:
@@ -55,22 +59,22 @@ def plain(setting: Setting, suite: str, temperature: float) -> MeasuredAcceptanc
     return _decode(setting, None, suite, range(len(setting.suites[suite])), temperature, 0)
 
 
-def sampled(setting: Setting, suite: str, temperature: float) -> Sampled:
-    """Texts that the target sampled, with its probabilities along them."""
-    texts = plain(setting, suite, temperature)
+def scores_along(setting: Setting, suite: str, temperature: float) -> list[TargetScores]:
+    """What the target's head says along its texts of a suite, shared by all drafters."""
+    answers = answers_of(setting, suite, plain(setting, suite, temperature))
 
-    def compute() -> list[list[float]]:
+    def compute() -> list[TargetScores]:
         found = []
-        answers = answers_of(setting, suite, texts)
-        with setting.stage(f"target along them, {suite}", len(answers)) as advance:
+        title = f"target along its texts, {suite}, temperature {temperature:g}"
+        with setting.stage(title, len(answers)) as advance:
             for answer in answers:
-                found.append(target_log_probs(setting.states, answer, temperature=temperature))
+                found.append(target_scores(setting.states, answer, temperature=temperature or 1.0))
                 advance(1)
         return found
 
-    part = f"log probs {suite} {temperature:g}"
-    found = setting.parts.get(part, list[list[float]], compute)
-    return Sampled(temperature=temperature, texts=texts, log_probs=found)
+    part = f"target scores {suite} {temperature:g}"
+    found = setting.parts.get(part, list[list[list[float]]], compute)
+    return [TargetScores(*one) for one in found]
 
 
 def answers_of(setting: Setting, suite: str, texts: MeasuredAcceptance) -> list[Answer]:
@@ -82,7 +86,7 @@ def answers_of(setting: Setting, suite: str, texts: MeasuredAcceptance) -> list[
 
 def greedy_acceptance(
     setting: Setting, name: str, suite: str, texts: MeasuredAcceptance
-) -> tuple[AcceptanceResult, list[Proposals]]:
+) -> tuple[Measured, list[Proposals]]:
     """Acceptance at temperature 0, and what was proposed along the texts.
 
     Args:
@@ -91,13 +95,14 @@ def greedy_acceptance(
     config, everything = setting.config, range(len(setting.suites[suite]))
     length, answers = config.num_draft_tokens, answers_of(setting, suite, texts)
     found = _proposals(setting, name, suite, answers)
+    rounds = [replayed_rounds(a, p, length) for a, p in zip(answers, found, strict=True)]
     rows = [replayed_stats(a, p, length)[0] for a, p in zip(answers, found, strict=True)]
     chosen = spread(everything, config.decoded_prompts)
     decoded = _decode(setting, name, suite, chosen, 0.0, length)
     pairs = zip(chosen, decoded.prompts, strict=True)
     if not all(same_counts(rows[i], counts) for i, counts in pairs):
         decoded = _decode(setting, name, suite, everything, 0.0, length)
-        return _record(setting, name, suite, decoded, 0.0, length), found
+        return Measured(_record(setting, name, suite, decoded, 0.0, length), None, rounds), found
     place = {prompt: i for i, prompt in enumerate(chosen)}
     merged = CountedTexts(
         prompts=rows,
@@ -107,12 +112,13 @@ def greedy_acceptance(
         finish_reasons=texts.finish_reasons,
         seconds=decoded.seconds,
     )
-    return _record(setting, name, suite, merged, 0.0, length, chosen), found
+    record = _record(setting, name, suite, merged, 0.0, length, chosen)
+    return Measured(record, None, rounds), found
 
 
 def sampled_acceptance(
     setting: Setting, name: str, suite: str, temperature: float, *, check: bool
-) -> tuple[AcceptanceResult, SampledReplay | None]:
+) -> Measured:
     """Acceptance at a temperature above 0: expected along sampled texts where that is known.
 
     Args:
@@ -122,10 +128,10 @@ def sampled_acceptance(
     everything, length = range(len(setting.suites[suite])), config.num_draft_tokens
     if not is_recordable(drafter):
         decoded = _decode(setting, name, suite, everything, temperature, length)
-        return _record(setting, name, suite, decoded, temperature, length), None
-    known = sampled(setting, suite, temperature)
-    answers = answers_of(setting, suite, known.texts)
-    kept = _keeps(setting, name, suite, answers, known)
+        return Measured(_record(setting, name, suite, decoded, temperature, length), None, None)
+    texts = plain(setting, suite, temperature)
+    answers = answers_of(setting, suite, texts)
+    kept = _keeps(setting, name, suite, answers, temperature)
     pairs = list(zip(answers, kept, strict=True))
     rows = [expected_counts(answer, one, length) for answer, one in pairs]
     lengths = [
@@ -143,7 +149,6 @@ def sampled_acceptance(
         decoded = _decode(setting, name, suite, chosen, temperature, length)
         decoded_length = decoded.length_interval(**setting.bootstrap)
         replayed_length = length_interval([rows[i] for i in chosen], **setting.bootstrap)
-    texts = known.texts
     counted = CountedTexts(rows, texts.token_ids, texts.finish_reasons, texts.seconds)
     record = _record(setting, name, suite, counted, temperature, length, ())
     replayed = SampledReplay(
@@ -160,7 +165,48 @@ def sampled_acceptance(
         else None,
         lengths=lengths,
     )
-    return record, replayed
+    rounds = [list(expected_rounds(answer, one, length)) for answer, one in pairs]
+    return Measured(record, replayed, rounds)
+
+
+def by_place(
+    setting: Setting,
+    found: Measured,
+    proposed: Sequence[Proposals] | None = None,
+    scores: Sequence[AnswerScores] | None = None,
+) -> list[BreakdownResult]:
+    """What was measured, by kind of place in the texts; empty where no rounds are known.
+
+    Args:
+        proposed, scores: of the same texts, for agreement and overlap.
+    """
+    record = found.record
+    if found.rounds is None:
+        return []
+    return breakdown(
+        _places(setting, record.suite, record.temperature),
+        found.rounds,
+        drafter=record.drafter,
+        suite=record.suite,
+        temperature=record.temperature,
+        matches=None if proposed is None else [[n > 0 for n in p.num_matching] for p in proposed],
+        overlaps=None if scores is None else [one.overlap for one in scores],
+        **setting.bootstrap,
+    )
+
+
+def _places(setting: Setting, suite: str, temperature: float) -> Groups:
+    """The kinds of all places of the target's texts, for all drafters."""
+    return setting.parts.get(
+        f"places {suite} {temperature:g}",
+        dict[str, list[Any]],
+        lambda: groups_of(
+            setting.target,
+            setting.suites[suite],
+            answers_of(setting, suite, plain(setting, suite, temperature)),
+            [one.entropies for one in scores_along(setting, suite, temperature)],
+        ),
+    )
 
 
 def _proposals(
@@ -184,22 +230,23 @@ def _proposals(
 
 
 def _keeps(
-    setting: Setting, name: str, suite: str, answers: Sequence[Answer], known: Sampled
+    setting: Setting, name: str, suite: str, answers: Sequence[Answer], temperature: float
 ) -> list[Keeps]:
     """What would be kept along every sampled answer."""
     states, drafter = setting.states, setting.drafters[name]
-    temperature, longest = known.temperature, setting.config.max_draft_tokens
+    longest = setting.config.max_draft_tokens
+    known = scores_along(setting, suite, temperature)
 
     def compute() -> list[list[Any]]:
         found: list[list[Any]] = []
         title = f"replay of {name}, {suite}, temperature {temperature:g}"
         with setting.stage(title, len(answers)) as advance:
-            for answer, log_probs in zip(answers, known.log_probs, strict=True):
+            for answer, scores in zip(answers, known, strict=True):
                 one = keeps(
                     states,
                     drafter,
                     answer,
-                    log_probs,
+                    scores.log_probs,
                     temperature=temperature,
                     max_draft_tokens=longest,
                 )

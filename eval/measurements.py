@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from eval.config import EvaluationConfig
-from eval.costs import measure_costs
+from eval.costs import NUM_PROMPTS, measure_costs
 from eval.exactness import self_draft_acceptance
 from eval.facts import DrafterFacts
 from eval.former_failures import asked_again
@@ -238,30 +238,40 @@ def sweeps(
     return setting.parts.get(f"sweeps {name}", list[SweepPoint], compute)
 
 
-def costs(
-    setting: Setting, name: str, pass_s: list[float], plain_token_s: float | None
-) -> CostResult:
-    """Costs of a round; `plain_token_s` as in `measure_costs`."""
-    measured = setting.parts.get(
-        f"costs {name}",
-        CostResult,
-        lambda: measure_costs(
-            setting.target,
-            setting.drafters[name],
-            setting.first_prompts[0].token_ids,
-            name=name,
-            max_draft_tokens=setting.config.max_draft_tokens,
-            pass_s=pass_s,
-            plain_token_s=plain_token_s,
-        ),
-    )
+def costs(setting: Setting, pass_s: list[float], plain_token_s: float | None) -> list[CostResult]:
+    """Costs of a round with each drafter; `plain_token_s` as in `measure_costs`."""
+
+    def compute() -> list[CostResult]:
+        with setting.stage("costs of a round", 1) as advance:
+            found = measure_costs(
+                setting.target,
+                setting.drafters,
+                _cost_prompts(setting),
+                max_draft_tokens=setting.config.max_draft_tokens,
+                pass_s=pass_s,
+                plain_token_s=plain_token_s,
+            )
+            advance(1)
+        return found
+
+    measured = setting.parts.get("costs", list[CostResult], compute)
     model = setting.target.model
     speed = setting.parts.get("bandwidth", float, lambda: memory_bandwidth(model.device))
-    return replace(
-        measured,
-        target_weights=pass_weights(model, speed),
-        draft_weights=draft_weights(setting.drafters[name], speed),
-    )
+    return [
+        replace(
+            one,
+            target_weights=pass_weights(model, speed),
+            draft_weights=draft_weights(setting.drafters[one.drafter], speed),
+        )
+        for one in measured
+    ]
+
+
+def _cost_prompts(setting: Setting) -> TokenLists:
+    """A few prompts, of every suite in turn."""
+    suites = [spread(prompts, NUM_PROMPTS) for prompts in setting.suites.values()]
+    turns = ((suites[i % len(suites)], i // len(suites)) for i in range(NUM_PROMPTS))
+    return [prompts[turn % len(prompts)].token_ids for prompts, turn in turns]
 
 
 def scores(

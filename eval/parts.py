@@ -22,20 +22,27 @@ class Parts:
     """Computes each part once.
 
     Args:
-        folder: of the evaluation; None keeps nothing.
+        folder: of the evaluation; None writes nothing.
         fingerprint: from `fingerprint_of`.
     """
 
     def __init__(self, folder: Path | None, fingerprint: str) -> None:
         self._folder = None if folder is None else folder / FOLDER
         self._fingerprint = fingerprint
+        self._done: dict[str, Any] = {}
 
     def get(self, name: str, kind: Any, compute: Callable[[], T]) -> T:
-        """The part called `name`: read if an earlier run finished it, else computed and kept.
+        """The part called `name`: read if an earlier run finished it, else computed and kept, on disk
+        and for the rest of this run.
 
         Args:
             kind: its type, for reading it back (records.py).
         """
+        if name not in self._done:
+            self._done[name] = self._read_or(name, kind, compute)
+        return self._done[name]
+
+    def _read_or(self, name: str, kind: Any, compute: Callable[[], T]) -> T:
         if self._folder is None:
             return compute()
         path = self._folder / f"{re.sub(r'[^A-Za-z0-9_.=-]+', '_', name)}.json"
@@ -48,6 +55,7 @@ class Parts:
 
     def forget(self) -> None:
         """Remove the kept parts: the evaluation is complete."""
+        self._done.clear()
         if self._folder is not None and self._folder.exists():
             shutil.rmtree(self._folder)
 

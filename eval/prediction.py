@@ -7,6 +7,7 @@ clock.
 from collections.abc import Sequence
 
 from eval.cost_model import (
+    PartCheck,
     RoundCosts,
     Step,
     best_length,
@@ -25,6 +26,8 @@ from eval.results import (
 )
 from eval.what_if import Lengths, value_of, what_if
 
+VERIFICATION, DRAFTING = "verification", "drafting"
+OUTSIDE, PLAIN_OUTSIDE = "the rest of a round", "the rest of a plain round"
 MOSTLY_FULL = 0.8  # a drafter that fills this share of its rounds has one draft length
 
 
@@ -65,6 +68,7 @@ def predict(
         measured_num_draft_tokens=None if speed is None else shown,
         predicted_at_measured=predicted,
         deviation=deviation(predicted, known) if predicted and known else None,
+        parts=[] if speed is None or predicted is None else _parts(speed, measured),
     )
 
 
@@ -91,6 +95,32 @@ def _predicted_as_timed(speed: SpeedResult, costs: RoundCosts) -> float | None:
     if speed.acceptance_length is None or longest > costs.max_draft_tokens:
         return None
     return predicted_speedup(speed.acceptance_length, costs, speed.rounds_by_drafted)
+
+
+def _parts(speed: SpeedResult, measured: CostResult) -> list[PartCheck]:
+    """Every part of the timed rounds beside what it was predicted to take; the unit is the pass of
+    plain decoding that was timed with them."""
+    if speed.parts is None or speed.plain_parts is None:
+        return []
+    costs, rounds = measured.costs, speed.rounds_by_drafted
+    total, unit_s = sum(rounds.values()), speed.plain_parts.verify_s
+    mean_drafted = sum(k * n for k, n in rounds.items()) / total
+    draft_start, outside = (
+        seconds / costs.target_s for seconds in (measured.draft_start_s, measured.outside_s)
+    )
+    predicted = {
+        VERIFICATION: sum(costs.verify[k] * n for k, n in rounds.items()) / total,
+        DRAFTING: draft_start + mean_drafted * costs.draft_cost,
+        OUTSIDE: outside,
+        PLAIN_OUTSIDE: costs.plain_overhead,
+    }
+    timed = {
+        VERIFICATION: speed.parts.verify_s / unit_s,
+        DRAFTING: speed.parts.draft_s / unit_s,
+        OUTSIDE: speed.parts.outside_s / unit_s,
+        PLAIN_OUTSIDE: (speed.plain_parts.draft_s + speed.plain_parts.outside_s) / unit_s,
+    }
+    return [PartCheck(name, predicted[name], timed[name]) for name in predicted]
 
 
 def _decompose(

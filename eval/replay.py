@@ -16,7 +16,7 @@ Shapes: n tokens of an answer, V target vocabulary.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from eval.intervals import NUM_RESAMPLES, Interval, ratio_interval
 from eval.results import AcceptanceResult, ReplayedLength, ReplayResult
 from eval.target_texts import Answer, TargetStates
 from eval.text_drafts import ScoredDrafter, read_along
+from eval.text_rounds import TextRound
 from specdec_runtime.draft import Drafter
 from specdec_runtime.draft_length import FixedLength
 from specdec_runtime.drafters.composite import CompositeDrafter
@@ -78,17 +79,30 @@ def replayed_stats(
         end of text included: they cost time although they are not judged).
     """
     stats, submitted = AcceptanceStats(num_tokens=len(answer.token_ids)), Counter[int]()
+    for one, num_submitted in _rounds(answer, proposed, num_draft_tokens):
+        submitted[num_submitted] += 1
+        stats.add_round(one.num_drafted, one.num_accepted)
+    return stats, submitted
+
+
+def replayed_rounds(answer: Answer, proposed: Proposals, num_draft_tokens: int) -> list[TextRound]:
+    """The rounds that decoding this answer with `num_draft_tokens` would have."""
+    return [one for one, _ in _rounds(answer, proposed, num_draft_tokens)]
+
+
+def _rounds(
+    answer: Answer, proposed: Proposals, num_draft_tokens: int
+) -> Iterator[tuple[TextRound, int]]:
+    """Each round, and how many drafts it submits to the target."""
     position, end = 1, len(answer.token_ids)  # token 0 comes from the prefill
     while position < end:
         budget = answer.max_new_tokens - position - 1  # the target adds one token of its own
         drafted = min(num_draft_tokens, budget, proposed.num_proposed[position - 1])
         accepted = min(drafted, proposed.num_matching[position - 1])
-        submitted[drafted] += 1
-        if position + accepted >= end:  # the text ends on a kept draft; the rest is not judged
-            drafted = accepted
-        stats.add_round(drafted, accepted)
+        # Where the text ends on a kept draft, the rest is not judged.
+        judged = accepted if position + accepted >= end else drafted
+        yield TextRound(position, judged, accepted), drafted
         position += accepted + 1
-    return stats, submitted
 
 
 def replay(

@@ -1,7 +1,11 @@
 """Tables beside the main ones: what would help, details, what is measured on request."""
 
+from collections.abc import Callable
+
+from eval.breakdown import BY_CATEGORY
 from eval.definitions import other_numbers
-from eval.groups import CategoryResult
+from eval.groups import BreakdownResult, CategoryResult
+from eval.intervals import Interval
 from eval.report_tables import Cell, Table, interval, number
 from eval.results import AcceptanceResult, Prediction, Results
 
@@ -61,22 +65,65 @@ def former_failures_table(results: Results) -> Table:
 
 
 def breakdown_table(results: Results, drafter: str, by: str) -> Table:
-    """Agreement and overlap of one drafter by kind of position."""
-    chosen = [b for b in results.breakdown if (b.drafter, b.by) == (drafter, by)]
-    rows = [
-        [
-            Cell(b.suite),
-            Cell(b.group),
-            interval(b.agreement),
-            interval(b.overlap),
-            Cell(str(b.num_positions)),
-        ]
-        for b in chosen
-    ]
+    """Acceptance of one drafter by kind of place, greedy and sampled side by side."""
+    rows: dict[tuple[str, str], dict[bool, BreakdownResult]] = {}
+    told = _with_categories(results) if by == BY_CATEGORY else {s.name for s in results.suites}
+    for one in results.breakdown:
+        if (one.drafter, one.by) == (drafter, by) and one.suite in told:
+            rows.setdefault((one.suite, one.group), {})[one.temperature == 0] = one
     return Table(
         f"By {by}: {drafter}",
-        ["prompts", by, "agreement", "overlap", "positions"],
+        [
+            *("prompts", by, "acceptance rate", "sampled", "where reached", "sampled"),
+            *("tokens a round", "sampled", "agreement", "overlap", "drafted"),
+        ],
+        [
+            [
+                *map(Cell, place),
+                *_both(found, lambda one: one.acceptance_rate),
+                *_both(found, lambda one: one.conditional_acceptance),
+                *_both(found, lambda one: one.acceptance_length),
+                interval(found[True].agreement) if True in found else Cell("n/a"),
+                interval(found[True].overlap) if True in found else Cell("n/a"),
+                Cell(f"{found[True].num_drafted:.0f}" if True in found else "n/a"),
+            ]
+            for place, found in rows.items()
+        ],
+        text_columns=frozenset({0, 1}),
+    )
+
+
+def _both(
+    found: dict[bool, BreakdownResult], value: Callable[[BreakdownResult], Interval]
+) -> list[Cell]:
+    """At temperature 0, and at the sampling temperature."""
+    return [
+        interval(value(found[greedy])) if greedy in found else Cell("n/a")
+        for greedy in (True, False)
+    ]
+
+
+def parts_table(results: Results) -> Table:
+    """Where predicted and measured speedup part: every part of a round, predicted and timed."""
+    names = [part.name for p in results.predictions[:1] for part in p.parts]
+    rows = []
+    for one in results.predictions:
+        if not one.parts or one.predicted_at_measured is None or one.deviation is None:
+            continue
+        timed = one.predicted_at_measured / (1 + one.deviation)
+        parts = [Cell(f"{part.predicted:.3f} / {part.timed:.3f}") for part in one.parts]
+        speedup = Cell(f"{one.predicted_at_measured:.2f} / {timed:.2f}")
+        rows.append(
+            [Cell(one.drafter), Cell(one.suite), speedup, Cell(f"{one.deviation:+.1%}"), *parts]
+        )
+    return Table(
+        "Predicted / measured, part by part",
+        ["drafter", "prompts", "decode speedup", "deviation", *names],
         rows,
+        note=(
+            "Parts of a round in passes of the target over one token. Predicted from the costs above "
+            "and the rounds that the timed prompts had; measured on the clock of those rounds."
+        ),
         text_columns=frozenset({0, 1}),
     )
 
@@ -85,7 +132,8 @@ def category_table(results: Results) -> Table:
     """Acceptance length by category of the prompts, greedy and sampled side by side."""
     rows: dict[tuple[str, str, str], list[CategoryResult]] = {}
     for one in results.categories:
-        rows.setdefault((one.drafter, one.suite, one.category), []).append(one)
+        if one.suite in _with_categories(results):
+            rows.setdefault((one.drafter, one.suite, one.category), []).append(one)
     return Table(
         "Acceptance length by category",
         ["drafter", "prompts", "category", "number", "temperature 0", "sampled"],
@@ -101,6 +149,11 @@ def category_table(results: Results) -> Table:
         note="The draft length is that of the acceptance tables; one prompt has no interval.",
         text_columns=frozenset({0, 1, 2}),
     )
+
+
+def _with_categories(results: Results) -> set[str]:
+    """Suites whose prompts are of several kinds."""
+    return {suite.name for suite in results.suites if len(suite.categories) > 1}
 
 
 def _of_temperature(found: list[CategoryResult], *, is_greedy: bool) -> Cell:

@@ -12,6 +12,7 @@ from textwrap import shorten
 
 from eval.breakdown import BY_CATEGORY, BY_CLASS, BY_CONTEXT, BY_ENTROPY, BY_POSITION
 from eval.exactness import AGAINST_PLAIN
+from eval.html_tables import html_table, html_tables
 from eval.report_extras import (
     baseline_table,
     breakdown_table,
@@ -19,6 +20,7 @@ from eval.report_extras import (
     definition_table,
     difference_table,
     former_failures_table,
+    parts_table,
     policy_table,
     rival_table,
     sweep_table,
@@ -51,6 +53,12 @@ from eval.trace import Trace, WeakPrefix
 from eval.verdict import fastest
 
 MAX_WEAK_PREFIXES = 12  # rows of the table; all of them are in failures.jsonl
+BREAKDOWN_NOTE = (
+    "Acceptance rate: accepted / drafted, of the tokens that were to stand at such places. Where "
+    "reached: the same of those with everything drafted in front of them kept. Tokens a round: of "
+    "rounds that begin there. Agreement: share of all such tokens that the drafter would have "
+    "proposed, wherever rounds begin; overlap: mean of sum(min(target, draft)) there."
+)
 MAX_PROMPT_CHARS = 240  # of a prompt above its trace
 
 
@@ -61,7 +69,7 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
         _section(
             "Does it pay?",
             "Time per token against the fastest plain decoding of the same target.",
-            _table(speed_table(results)) + speed_plots(results),
+            html_table(speed_table(results)) + speed_plots(results),
         ),
         _section(
             "What eats the gain, and what would help",
@@ -76,12 +84,12 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
         _section(
             "Is the output still the target's?",
             "Greedy texts compared token by token.",
-            _table(exactness_table(results)),
+            html_table(exactness_table(results)),
         ),
         _section(
             "Does training see what serving does?",
             "One pass of the drafter over the target's own outputs, held against decoding.",
-            _table(replay_table(results)),
+            html_table(replay_table(results)),
         ),
         _section(
             "Token by token",
@@ -90,23 +98,22 @@ def render_html(results: Results, traces: list[Trace], weak: list[WeakPrefix]) -
         ),
         _section(
             "Where it does well and where it fails",
-            "Along the target's own greedy texts: agreement is the share of tokens that the "
-            "drafter would have proposed. failures.jsonl holds the places where the two agree "
-            "least, as prefixes that the next run can train on.",
+            "Acceptance by kind of place in the target's own texts. failures.jsonl holds the places "
+            "where target and drafter agree least, as prefixes that the next run can train on.",
             _breakdown(results)
             + _weak_table(weak)
-            + _table(former_failures_table(results), titled=True),
+            + html_table(former_failures_table(results), titled=True),
         ),
         _section(
             "In other settings",
             "",
             sweep_plots(results)
-            + _tables(policy_table(results), rival_table(results), sweep_table(results)),
+            + html_tables(policy_table(results), rival_table(results), sweep_table(results)),
         ),
         _section(
             "Serve it with",
             "Draft lengths under each server's own names.",
-            _tables(serving_table(results)),
+            html_tables(serving_table(results)),
         ),
         _section("Numbers for comparison", "", _comparison(results)),
     ]
@@ -233,49 +240,16 @@ def _flags(results: Results) -> str:
     return f'<ul class="flags">{items}</ul>' if items else ""
 
 
-def _table(table: Table, *, titled: bool = False) -> str:
-    if not table.rows:
-        return ""
-    head = "".join(
-        f"<th{_text_class(table, i)}>{escape(name)}</th>" for i, name in enumerate(table.columns)
-    )
-    rows = "".join(_row(table, index) for index in range(len(table.rows)))
-    title = f"<h3>{escape(table.title)}</h3>" if titled else ""
-    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    header = f"<thead><tr>{head}</tr></thead>" if any(table.columns) else ""
-    return f'{title}<div class="table"><table>{header}<tbody>{rows}</tbody></table></div>{note}'
-
-
-def _row(table: Table, index: int) -> str:
-    emphasis = ' class="main"' if index in table.main_rows else ""
-    cells = "".join(_cell(table, i, cell) for i, cell in enumerate(table.rows[index]))
-    return f"<tr{emphasis}>{cells}</tr>"
-
-
-def _text_class(table: Table, column: int) -> str:
-    return ' class="text"' if column in table.text_columns else ""
-
-
-def _cell(table: Table, column: int, cell: Cell) -> str:
-    classes = [
-        *(["text"] if column in table.text_columns else []),
-        *(["wide"] if cell.wide else []),
-    ]
-    names = " ".join(classes)
-    attribute = f' class="{names}"' if classes else ""
-    bounds = f'<span class="range">{escape(cell.range)}</span>' if cell.range else ""
-    return f"<td{attribute}>{escape(cell.text)}{bounds}</td>"
-
-
 def _costs(results: Results) -> str:
     main = _main_prediction(results)
     if main is None:
-        return _table(cost_table(results))
-    assumed = _table(what_if_table(main))
+        return html_table(cost_table(results))
+    assumed = html_table(what_if_table(main))
     details = (
         f"<details><summary>What each &quot;if&quot; takes for granted</summary>{assumed}</details>"
     )
-    return decomposition_plots(results, main) + details + _table(cost_table(results))
+    checked = html_table(parts_table(results), titled=True)
+    return decomposition_plots(results, main) + details + html_table(cost_table(results)) + checked
 
 
 def _main_prediction(results: Results) -> Prediction | None:
@@ -296,10 +270,10 @@ def _acceptance(results: Results) -> str:
                 if (a.temperature == 0) == greedy and a.suite == suite and a.num_drafted
             ]
             plots.append(position_plot(chosen, suite))
-    tables = _table(acceptance_table(results, greedy=True), titled=True)
-    tables += _table(acceptance_table(results, greedy=False), titled=True)
-    tables += _table(difference_table(results), titled=True)
-    tables += _table(category_table(results), titled=True)
+    tables = html_table(acceptance_table(results, greedy=True), titled=True)
+    tables += html_table(acceptance_table(results, greedy=False), titled=True)
+    tables += html_table(difference_table(results), titled=True)
+    tables += html_table(category_table(results), titled=True)
     return tables + (f'<div class="plots">{"".join(plots)}</div>' if any(plots) else "")
 
 
@@ -332,29 +306,33 @@ def _traces(traces: list[Trace]) -> str:
 
 
 def _breakdown(results: Results) -> str:
-    """Agreement of the first drafter by entropy, position and context as plots, else as tables."""
+    """Acceptance of the first drafter by kind of place: ranges as plots, all kinds as tables."""
     if not results.drafters:
         return ""
     name = results.drafters[0].name
+    ranges = (
+        (BY_ENTROPY, "target's entropy, nats"),
+        (BY_POSITION, "tokens into the answer"),
+        (BY_CONTEXT, "tokens in front, prompt included"),
+    )
     plots = "".join(
-        breakdown_plot(results, name, by, label)
-        for by, label in (
-            (BY_ENTROPY, "target's entropy, nats"),
-            (BY_POSITION, "tokens into the answer"),
-            (BY_CONTEXT, "tokens in front, prompt included"),
-        )
+        breakdown_plot(results, name, by, label, temperature)
+        for temperature in sorted({b.temperature for b in results.breakdown})
+        for by, label in ranges
     )
     tables = "".join(
-        _table(breakdown_table(results, name, by), titled=True) for by in (BY_CLASS, BY_CATEGORY)
+        html_table(breakdown_table(results, name, by), titled=True)
+        for by in (BY_CLASS, BY_CATEGORY)
     )
+    behind = "".join(
+        html_table(breakdown_table(results, name, by), titled=True) for by, _ in ranges
+    )
+    if tables:
+        tables += f'<p class="note">{escape(BREAKDOWN_NOTE)}</p>'
+    if behind:
+        tables += f"<details><summary>The plots' figures</summary>{behind}</details>"
     weak = f"<h3>Where {escape(name)} agrees least</h3>" if tables else ""
     return (f'<div class="plots">{plots}</div>' if plots else "") + tables + weak
-
-
-def _tables(*tables: Table) -> str:
-    """Those that have rows."""
-    filled = [table for table in tables if table.rows]
-    return "".join(_table(table, titled=len(filled) > 1) for table in filled)
 
 
 def _weak_table(weak: list[WeakPrefix]) -> str:
@@ -369,7 +347,7 @@ def _weak_table(weak: list[WeakPrefix]) -> str:
         ]
         for w in weak[:MAX_WEAK_PREFIXES]
     ]
-    return _table(
+    return html_table(
         Table(
             "Where it fails",
             ["prompts", "after", "target says", "drafter says", "overlap", "target's probability"],
@@ -383,13 +361,13 @@ def _comparison(results: Results) -> str:
     main = _main_prediction(results)
     parts = []
     if main is not None:
-        parts.append(_table(length_table(results, main.drafter, main.suite), titled=True))
-    parts.append(_table(baseline_table(results), titled=True))
+        parts.append(html_table(length_table(results, main.drafter, main.suite), titled=True))
+    parts.append(html_table(baseline_table(results), titled=True))
     name = results.drafters[0].name if results.drafters else ""
     greedy = next((a for a in results.acceptance if a.drafter == name and a.temperature == 0), None)
     if greedy is not None:
-        parts.append(_table(definition_table(greedy), titled=True))
-    facts = _table(facts_table(results))
+        parts.append(html_table(definition_table(greedy), titled=True))
+    facts = html_table(facts_table(results))
     parts.append(f"<details><summary>Settings, machine and versions</summary>{facts}</details>")
     parts.append(
         "<footer>Written by <code>python -m eval</code>. results.json beside this page holds every "

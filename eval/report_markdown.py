@@ -1,9 +1,12 @@
 """report.md: the verdict and the tables, for terminals, pull requests and drafter cards."""
 
+from eval.breakdown import BY_CLASS, BY_CONTEXT, BY_ENTROPY, BY_POSITION
 from eval.report_extras import (
+    breakdown_table,
     category_table,
     difference_table,
     former_failures_table,
+    parts_table,
     policy_table,
     rival_table,
     sweep_table,
@@ -48,11 +51,14 @@ def render_markdown(results: Results) -> str:
         exactness_table(results),
         replay_table(results),
         cost_table(results),
+        parts_table(results),
     ]
     if verdict is not None:
         tables.append(length_table(results, verdict.drafter, verdict.suite))
         key = (verdict.drafter, verdict.suite)
         tables += [what_if_table(p) for p in results.predictions if (p.drafter, p.suite) == key]
+        kinds = (BY_CLASS, BY_ENTROPY, BY_POSITION, BY_CONTEXT)
+        tables += [breakdown_table(results, verdict.drafter, by) for by in kinds]
     tables += [
         former_failures_table(results),
         policy_table(results),

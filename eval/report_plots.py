@@ -68,7 +68,8 @@ def decomposition_plots(results: Results, prediction: Prediction) -> str:
     bars = [_factor("ideal: tokens a round", steps[0].speedup, "s0")]
     for before, after in itertools.pairwise(steps):
         low, high = sorted((before.speedup, after.speedup))
-        bars.append(Bar(after.name, low, high, f"{after.speedup - before.speedup:+.2f}", "loss"))
+        change = round(after.speedup - before.speedup, 2)
+        bars.append(Bar(after.name, low, high, f"{change:+.2f}" if change else "0.00", "loss"))
     bars.append(_factor("predicted", steps[-1].speedup, "s2"))
     key = (prediction.drafter, prediction.suite, length)
     for speed in results.speed:
@@ -106,23 +107,27 @@ def position_plot(chosen: list[AcceptanceResult], suite: str) -> str:
     return line_chart(title, series, axes)
 
 
-def breakdown_plot(results: Results, drafter: str, by: str, label: str) -> str:
-    """Agreement of one drafter by ranges of something, a line a suite."""
-    chosen = [b for b in results.breakdown if (b.drafter, b.by) == (drafter, by)]
+def breakdown_plot(results: Results, drafter: str, by: str, label: str, temperature: float) -> str:
+    """Acceptance rate of one drafter by ranges of something, a line a suite."""
+    key = (drafter, by, temperature)
+    chosen = [b for b in results.breakdown if (b.drafter, b.by, b.temperature) == key]
     groups = list(dict.fromkeys(b.group for b in sorted(chosen, key=lambda b: _edge(b.group))))
     series = []
     for colour, suite in enumerate(suite.name for suite in results.suites):
         offset = 0.06 * colour  # apart, so that both intervals are seen
         points = [
-            _interval_point(groups.index(b.group) + offset, b.agreement, f"{suite}, {b.group}:")
+            _interval_point(
+                groups.index(b.group) + offset, b.acceptance_rate, f"{suite}, {b.group}:"
+            )
             for b in chosen
-            if b.suite == suite
+            if b.suite == suite and b.acceptance_rate.value is not None
         ]
         if points:
             series.append(Series(suite, points, colour))
     top = _percent_top(series)
-    axes = Axes(label, "agreement", y_max=top, percent=True, x_names=tuple(groups))
-    return line_chart(f"Agreement by {by}, {drafter}", series, axes)
+    axes = Axes(label, "accepted", y_max=top, percent=True, x_names=tuple(groups))
+    title = f"Accepted of drafted by {by}, {drafter}, temperature {temperature:g}"
+    return line_chart(title, series, axes)
 
 
 def sweep_plots(results: Results) -> str:

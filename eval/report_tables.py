@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from eval.intervals import Interval
 from eval.results import AcceptanceResult, IdentityCheck, Results, SpeedResult
+from eval.sampling_check import SMALLEST_P_VALUE
 
 
 @dataclass(frozen=True)
@@ -186,6 +187,13 @@ def exactness_table(results: Results) -> Table:
         "Exactness",
         ["drafter", "check", "identical", "first difference"],
         rows,
+        note=(
+            "Sampling: texts drawn by the verification rule, tested against the target's law; it passes "
+            f"with a p-value above {SMALLEST_P_VALUE:g}. Control: the p-value of the same rule made "
+            "wrong on purpose, which the test has to reject."
+            if results.sampling
+            else ""
+        ),
         text_columns=frozenset({0, 1, 3}),
     )
 

@@ -7,7 +7,7 @@ table as they are. Greedy (temperature 0) and sampled decoding are never merged 
 from dataclasses import dataclass, field
 from typing import Any
 
-from eval.cost_model import RoundCosts, Step
+from eval.cost_model import PartCheck, RoundCosts, RoundParts, Step
 from eval.facts import DrafterFacts, Flag, SuiteFacts, TargetFacts
 from eval.groups import BreakdownResult, CategoryResult
 from eval.intervals import Interval
@@ -270,7 +270,8 @@ class SpeedResult:
 
     Sums over prompts of medians over repeats. speedup = plain_s / speculative_s per token,
     prefill included; decode_speedup leaves the prefill out. None where withheld. is_auto: the
-    runtime chose every round's length itself, up to num_draft_tokens.
+    runtime chose every round's length itself, up to num_draft_tokens. plain_parts, parts: of the
+    rounds; None where transformers decoded.
     """
 
     drafter: str
@@ -296,6 +297,8 @@ class SpeedResult:
     repeat_speedups: list[float]
     acceptance_length: float | None
     rounds_by_drafted: dict[int, int]
+    plain_parts: RoundParts | None = None
+    parts: RoundParts | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +326,7 @@ class Prediction:
 
     decomposition: speedup left after each cost in turn. what_if: the best predicted speedup if
     one thing changed. predicted_at_measured: of the timed prompts alone, with the acceptance they
-    had. deviation: that / the measured decode speedup - 1.
+    had. deviation: that / the measured decode speedup - 1. parts: where it comes from.
     """
 
     drafter: str
@@ -337,6 +340,7 @@ class Prediction:
     measured_num_draft_tokens: int | None
     predicted_at_measured: float | None
     deviation: float | None
+    parts: list[PartCheck] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

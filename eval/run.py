@@ -1,8 +1,9 @@
 """`evaluate`: one target, drafters side by side, prompts -> results and report of one folder.
 
-Order: how fast is a pass, the target's own greedy texts, the same from transformers, then for every
-drafter costs, acceptance and replay, then the timing of all of them interleaved, the conclusions,
-and where the first drafter fails. Finished parts are kept, so that an interrupted one continues.
+Order: how fast is a pass, the target's own greedy texts, the same from transformers, the costs of a
+round with each drafter, then for every drafter acceptance and replay, then the timing of all of them
+interleaved, the conclusions, and where the first drafter fails. Finished parts are kept, so that an
+interrupted one continues.
 """
 
 import logging
@@ -12,9 +13,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
-from eval import measurements
+from eval import measured_acceptance, measurements
 from eval.acceptance import MeasuredAcceptance, by_category
-from eval.breakdown import breakdown
 from eval.budget import (
     REFERENCE_SHARE,
     TIMED_SHARE,
@@ -28,9 +28,10 @@ from eval.conclusions import conclude
 from eval.config import EvaluationConfig
 from eval.exactness import AGAINST_PLAIN, Texts, compare
 from eval.facts import Flag
+from eval.groups import BreakdownResult
 from eval.identity import drafter_facts, machine_facts, peak_memory, suite_facts, target_facts
 from eval.inspection import AnswerScores, trace_answers, weak_prefixes
-from eval.measured_acceptance import answers_of, greedy_acceptance, plain, sampled_acceptance
+from eval.measured_acceptance import Measured, by_place, greedy_acceptance, sampled_acceptance
 from eval.measurements import Setting, TokenLists
 from eval.parts import Parts, fingerprint_of
 from eval.prediction import speedups_by_length
@@ -141,13 +142,15 @@ class _Evaluation:
     def run(self) -> Results:
         self.plan()
         for suite in self.setting.suites:
-            self.texts[suite] = plain(self.setting, suite, 0.0)
+            self.texts[suite] = measured_acceptance.plain(self.setting, suite, 0.0)
         first_text = self.texts[self.setting.first_suite].token_ids[0]
         self.tolerance = measurements.tolerance(self.setting, first_text)
         self_draft = measurements.self_acceptance(self.setting)
         self.results.sampling = measurements.sampling(self.setting)
         self.compare_with_transformers()
         self.choose_baseline()
+        plain_token_s = None if self.own_baseline else 1 / self.baseline.tokens_per_s
+        self.results.costs = measurements.costs(self.setting, self.pass_s, plain_token_s)
         for name in self.setting.drafters:
             self.measure_drafter(name)
             self.save()
@@ -220,30 +223,18 @@ class _Evaluation:
             self.setting.reference.release()
 
     def measure_drafter(self, name: str) -> None:
-        """Costs, acceptance at both temperatures, and replay."""
+        """Acceptance at both temperatures, and replay."""
         setting = self.setting
-        plain_token_s = None if self.own_baseline else 1 / self.baseline.tokens_per_s
-        self.results.costs.append(measurements.costs(setting, name, self.pass_s, plain_token_s))
-        for suite, prompts in setting.suites.items():
+        for suite in setting.suites:
             greedy, proposed = greedy_acceptance(setting, name, suite, self.texts[suite])
-            self.add_acceptance(greedy)
-            self.check_decoded(greedy)
-            self.sample(name, suite)
+            self.check_decoded(greedy.record)
             answers = self.answers(suite)
             scored = measurements.scores(setting, name, suite, answers)
-            replayed = measurements.replayed(setting, greedy, answers, proposed, scored)
+            replayed = measurements.replayed(setting, greedy.record, answers, proposed, scored)
             self.results.replay.append(replayed)
             self.scores[name, suite], self.lengths[name, suite] = scored, replayed.lengths
-            if scored is not None:
-                self.results.breakdown += breakdown(
-                    setting.target,
-                    prompts,
-                    answers,
-                    scored,
-                    drafter=name,
-                    suite=suite,
-                    **setting.bootstrap,
-                )
+            self.add_acceptance(greedy, by_place(setting, greedy, proposed, scored))
+            self.sample(name, suite)
 
     def sample(self, name: str, suite: str) -> None:
         """Acceptance at the sampling temperature, checked by decoding on the first suite."""
@@ -251,15 +242,16 @@ class _Evaluation:
         if temperature is None:
             return
         check = suite == self.setting.first_suite
-        record, replayed = sampled_acceptance(self.setting, name, suite, temperature, check=check)
-        self.add_acceptance(record)
-        self.results.sampled_replay += [] if replayed is None else [replayed]
+        found = sampled_acceptance(self.setting, name, suite, temperature, check=check)
+        self.add_acceptance(found, by_place(self.setting, found))
+        self.results.sampled_replay += [] if found.sampled is None else [found.sampled]
 
-    def add_acceptance(self, found: AcceptanceResult) -> None:
-        """A drafter on a suite, and on each category of it."""
-        self.results.acceptance.append(found)
-        prompts = self.setting.suites[found.suite]
-        self.results.categories += by_category(found, prompts, **self.setting.bootstrap)
+    def add_acceptance(self, found: Measured, places: list[BreakdownResult]) -> None:
+        """A drafter on a suite, on each category of it, and on each kind of place of its texts."""
+        record, prompts = found.record, self.setting.suites[found.record.suite]
+        self.results.acceptance.append(record)
+        self.results.categories += by_category(record, prompts, **self.setting.bootstrap)
+        self.results.breakdown += places
 
     def check_decoded(self, greedy: AcceptanceResult) -> None:
         """The texts of the prompts that were decoded with a drafter."""
@@ -396,4 +388,4 @@ class _Evaluation:
         self.notes.append(Flag("note", code, message))
 
     def answers(self, suite: str) -> list[Answer]:
-        return answers_of(self.setting, suite, self.texts[suite])
+        return measured_acceptance.answers_of(self.setting, suite, self.texts[suite])

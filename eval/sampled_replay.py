@@ -20,7 +20,7 @@ Shapes: n tokens of an answer, V target vocabulary.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from eval.replay import Proposals, proposals
-from eval.target_texts import Answer, TargetStates
-from eval.text_drafts import HEAD_CHUNK, ScoredDrafter, read_along
+from eval.target_texts import Answer, TargetStates, log_probs_of
+from eval.text_drafts import ScoredDrafter, read_along
+from eval.text_rounds import TextRound
 from specdec_runtime.draft import Drafter
 from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
@@ -80,19 +81,6 @@ def is_recordable(drafter: Drafter) -> bool:
     return isinstance(drafter, ScoredDrafter | PromptLookupDrafter)
 
 
-@torch.inference_mode()
-def target_log_probs(states: TargetStates, answer: Answer, *, temperature: float) -> list[float]:
-    """log p of each answer token but the first; fewer where the target's positions end."""
-    model, size = states.target.model, states.target.real_vocab_size
-    answered = torch.tensor(answer.token_ids[1:])
-    found: list[float] = []
-    for hidden, tokens in zip(
-        states.head_input(answer).split(HEAD_CHUNK), answered.split(HEAD_CHUNK), strict=False
-    ):
-        found += _log_probs(model.logits_of(hidden)[:, :size] / temperature, tokens)
-    return found
-
-
 def keeps(
     states: TargetStates,
     drafter: Drafter,
@@ -106,7 +94,7 @@ def keeps(
 
     Args:
         drafter: one that `is_recordable`.
-        target_log_probs: of `answer` at `temperature`, from the function of that name.
+        target_log_probs: of `answer` at `temperature`, from `target_scores`.
     """
     if isinstance(drafter, CompositeDrafter):
         first, second = (
@@ -128,7 +116,7 @@ def keeps(
     answered, heat = torch.tensor(answer.token_ids[1:]), drafter.temperature or temperature
 
     def log_ratios(logits: Tensor, places: slice) -> list[float]:
-        log_q = _log_probs(logits / heat, answered[places])
+        log_q = log_probs_of(logits / heat, answered[places])
         return [q - p for q, p in zip(log_q, target_log_probs[places], strict=False)]
 
     proposed, ratios = read_along(
@@ -157,6 +145,14 @@ def expected_counts(answer: Answer, kept: Keeps, num_draft_tokens: int) -> Expec
     """The counts to be expected of decoding this answer with `num_draft_tokens`."""
     end = len(answer.token_ids)
     counts = ExpectedCounts(num_tokens=end)
+    for one in expected_rounds(answer, kept, num_draft_tokens):
+        counts.add_rounds(one.share, one.num_drafted, one.num_accepted)
+    return counts
+
+
+def expected_rounds(answer: Answer, kept: Keeps, num_draft_tokens: int) -> Iterator[TextRound]:
+    """The rounds that decoding this answer could have, with their probabilities."""
+    end = len(answer.token_ids)
     starts = [0.0] * (end + 1)  # probability that a round starts at a position
     starts[min(1, end)] = 1.0  # token 0 comes from the prefill
     for position in range(1, end):
@@ -169,16 +165,9 @@ def expected_counts(answer: Answer, kept: Keeps, num_draft_tokens: int) -> Expec
                 continue
             after = position + accepted + 1
             # A text that ends on a kept draft leaves those behind it unjudged.
-            counts.add_rounds(share, accepted if after > end else drafted, accepted)
+            yield TextRound(position, accepted if after > end else drafted, accepted, share)
             if after < end:
                 starts[after] += share
-    return counts
-
-
-def _log_probs(logits: Tensor, token_ids: Tensor) -> list[float]:
-    """Of tokens [N] under [N, V] logits."""
-    chosen = logits.gather(1, token_ids[:, None].to(logits.device))[:, 0]
-    return (chosen - logits.logsumexp(-1)).double().tolist()
 
 
 def _certain_survival(certain: Proposals) -> list[list[float]]:

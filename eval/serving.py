@@ -29,22 +29,24 @@ def serving_settings(results: Results) -> list[ServingSetting]:
             continue
         length = prediction.best_num_draft_tokens
         texts = _texts(drafter, length) if length else {"all": "no speculation: it does not pay"}
-        texts |= _threshold(results, drafter.name) | _by_batch_size(results, drafter.name)
+        texts |= _threshold(results, drafter) | _by_batch_size(results, drafter.name)
         found += [ServingSetting(server, drafter.name, text) for server, text in texts.items()]
     return found
 
 
-def _threshold(results: Results, drafter: str) -> dict[str, str]:
+def _threshold(results: Results, drafter: DrafterFacts) -> dict[str, str]:
     """Where drafting on only while the drafter is sure was replayed and is faster than any fixed
-    length, its threshold."""
+    length, its threshold; llama.cpp and transformers can run standalone models alone."""
     suite = results.suites[0].name if results.suites else ""
-    tried = [p for p in results.policies if (p.drafter, p.suite) == (drafter, suite)]
+    tried = [p for p in results.policies if (p.drafter, p.suite) == (drafter.name, suite)]
     best = max(tried, key=lambda policy: policy.speedup, default=None)
     if best is None or best.threshold is None or best.max_draft_tokens is None:
         return {}
     bound, most = f"{best.threshold:g}", best.max_draft_tokens
-    return {
-        "Draftloop, by confidence": f"num_draft_tokens=ConfidenceThreshold({bound}, {most})",
+    here = {"Draftloop, by confidence": f"num_draft_tokens=ConfidenceThreshold({bound}, {most})"}
+    if drafter.kind != "causal_lm":
+        return here
+    return here | {
         "llama.cpp, by confidence": f"--draft-max {most} --draft-p-min {bound}",
         "transformers, by confidence": (
             f"num_assistant_tokens={most}, assistant_confidence_threshold={bound}"

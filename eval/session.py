@@ -3,7 +3,7 @@
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 RUN_TIME = re.compile(r"\d{4}-\d\d-\d\d_")  # how folders of runs start
 COMPOSITE = "composite:"  # in front of a folder: lookup first, that drafter otherwise
+DEFAULT_SUITE = "mt_bench"  # where neither a file nor a run has prompts
 NOT_EXACT = 3  # exit code where speculative decoding did not return the target's text
 
 
@@ -58,6 +59,7 @@ def evaluate_from(config: EvalConfig) -> int:
         for name, spec in specs.items()
     }
     options = manifest.template_options if manifest is not None else {}
+    notes = [*template_notes(manifest, target.tokenizer), *turn_notes(questions, config.turns)]
     questions = with_later_turns(
         questions,
         target,
@@ -75,7 +77,7 @@ def evaluate_from(config: EvalConfig) -> int:
         folder=folder,
         drafter_folders={name: spec for name, spec in specs.items() if Path(spec).exists()},
         failures=failures,
-        notes=template_notes(manifest, target.tokenizer),
+        notes=notes,
     )
     print_summary(results, folder)
     exit_code = 0 if all(one.passed for one in results.exactness) else NOT_EXACT
@@ -187,16 +189,37 @@ def template_notes(manifest: DrafterManifest | None, tokenizer: Any) -> list[Fla
     return [Flag("warning", "template_differs", message)]
 
 
+def turn_notes(questions: Sequence[Question], num_turns: int) -> list[Flag]:
+    """A warning where later turns are asked for and no prompt has one."""
+    if num_turns == 1 or any(question.later_turns for question in questions):
+        return []
+    message = (
+        f"turns={num_turns}: no prompt has a second turn, so none was evaluated; a run's own prompts "
+        "are single turns, suites=[mt_bench] has two"
+    )
+    return [Flag("warning", "no_later_turns", message)]
+
+
 def load_questions(config: EvalConfig) -> list[Question]:
-    """Prompts: from the file given, else those beside the drafter, else the fetched suites."""
+    """Prompts: from the file given, else of the suites named, else those beside the drafter.
+
+    Raises:
+        ValueError: a file that cannot be used, a suite that is none, or both file and suites.
+    """
     if config.prompts_file is not None:
+        if config.suites is not None:
+            raise ValueError(
+                f"prompts={config.prompts_file} and suites={list(config.suites)} are both given: "
+                "name the suite in the lines of the file, or leave one of them out"
+            )
         path = Path(config.prompts_file)
         return read_questions(path, suite=path.stem)
     kept = Path(config.drafter).resolve().parent / "eval" / PROMPTS_FILE
-    if Path(config.drafter).exists() and kept.is_file():
+    own = read_questions(kept) if Path(config.drafter).exists() and kept.is_file() else []
+    if config.suites is None and own:
         log.info("prompts: those of the drafter's own run, %s", kept)
-        return read_questions(kept)
-    return load_suites(config.suites)
+        return own
+    return load_suites([DEFAULT_SUITE] if config.suites is None else config.suites, own)
 
 
 def print_summary(results: Results, folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eval.cost_model import RoundParts
 from eval.exactness import greedy_arguments
 from eval.intervals import ratio_interval
 from eval.results import SpeedResult
@@ -34,7 +35,8 @@ class Timing:
     """One prompt decoded once.
 
     start_s: prefill, and the drafter's first look at the prompt. drafted: by round, as submitted
-    to the target. stats, drafted: None and empty where transformers decoded.
+    to the target. parts: sums over the rounds, that first look left out. stats, parts, drafted: None
+    and empty where transformers decoded.
     """
 
     seconds: float
@@ -43,6 +45,7 @@ class Timing:
     token_ids: list[int]
     stats: AcceptanceStats | None = None
     drafted: tuple[int, ...] = ()
+    parts: RoundParts | None = None
 
 
 Decode = Callable[[list[int], int], Timing]  # (prompt, max_new_tokens) -> one timed decode
@@ -63,13 +66,19 @@ def speculative_decode(
 
     def decode(prompt: list[int], max_new_tokens: int) -> Timing:
         generation = decoder.generate([prompt], max_new_tokens=max_new_tokens)
+        first_look_s = _first_look_s(generation)
         return Timing(
             seconds=generation.seconds,
             first_token_s=generation.prefill_s,
-            start_s=generation.prefill_s + _first_look_s(generation),
+            start_s=generation.prefill_s + first_look_s,
             token_ids=generation.token_ids[0],
             stats=generation.row_stats[0],
             drafted=tuple(one.drafted[0] for one in generation.rounds),
+            parts=RoundParts(
+                draft_s=sum(one.draft_s for one in generation.rounds) - first_look_s,
+                verify_s=sum(one.verify_s for one in generation.rounds),
+                outside_s=sum(one.other_s for one in generation.rounds),
+            ),
         )
 
     return decode
@@ -201,6 +210,22 @@ def speed_result(
         ],
         acceptance_length=stats.acceptance_length if stats.num_rounds else None,
         rounds_by_drafted=dict(sorted(drafted.items())),
+        plain_parts=_mean_parts(plain),
+        parts=_mean_parts(speculative),
+    )
+
+
+def _mean_parts(repeats: Sequence[Sequence[Timing]]) -> RoundParts | None:
+    """Of a round, over all repeats and prompts."""
+    timings = [timing for repeat in repeats for timing in repeat]
+    parts = [timing.parts for timing in timings if timing.parts is not None]
+    num_rounds = sum(len(timing.drafted) for timing in timings)
+    if not num_rounds:
+        return None
+    return RoundParts(
+        draft_s=sum(one.draft_s for one in parts) / num_rounds,
+        verify_s=sum(one.verify_s for one in parts) / num_rounds,
+        outside_s=sum(one.outside_s for one in parts) / num_rounds,
     )
 
 

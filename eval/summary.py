@@ -68,7 +68,15 @@ def tables_of(results: Results) -> dict[str, Rows]:
         for a in results.acceptance
     ]
     groups: list[list[Any]] = [
-        [b.drafter, b.suite, b.by, b.group, b.num_positions, *_bounds(b.agreement)]
+        [
+            b.drafter,
+            b.suite,
+            b.temperature,
+            b.by,
+            b.group,
+            b.num_drafted,
+            *_bounds(b.acceptance_rate),
+        ]
         for b in results.breakdown
     ]
     changes: list[list[Any]] = [
@@ -81,7 +89,9 @@ def tables_of(results: Results) -> dict[str, Rows]:
         "speedup": Rows([*where, "draft length", *bounds, "ms a token"], speed),
         "acceptance_length": Rows([*where, "temperature", "draft length", *bounds], lengths),
         "acceptance_by_position": Rows([*where, "temperature", "position", *bounds], positions),
-        "agreement": Rows([*where, "by", "group", "positions", *bounds], groups),
+        "acceptance_by_place": Rows(
+            [*where, "temperature", "by", "group", "drafted", *bounds], groups
+        ),
         "what_if": Rows([*where, "if", "predicted speedup", "assumes"], changes),
     }
 

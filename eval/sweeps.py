@@ -86,12 +86,11 @@ def context_sweep(
         pass_s = time_passes(target.model, context, max_draft_tokens=max_draft_tokens)
         costs = measure_costs(
             target,
-            drafter,
-            context,
-            name=name,
+            {name: drafter},
+            [context],
             max_draft_tokens=max_draft_tokens,
             pass_s=pass_s,
-        ).costs
+        )[0].costs
         speedups = {
             one.num_draft_tokens: predicted_speedup(
                 one.acceptance_length.value, costs, one.rounds_by_drafted

@@ -13,6 +13,7 @@ from specdec_runtime.model import CausalModel
 from specdec_runtime.target import Target
 
 HEAD_INPUT = -1  # the state that a model's head reads
+HEAD_CHUNK = 64  # places whose scores are held at once: 64 x 49k floats are 12 MiB
 # Most that is kept: two suites of 24 prompts at two temperatures take a fifth of it with a target
 # of 135M parameters. What does not fit is made again for every drafter.
 MEMORY_BYTES = 1 << 30
@@ -63,6 +64,38 @@ class TargetStates:
             self._left -= size
             self._kept[key] = states
         return states
+
+
+class TargetScores(NamedTuple):
+    """Of each answer token but the first; fewer where the target's positions end.
+
+    log_probs: the target's, of that token, at the temperature of the text. entropies: of the
+    target's distribution there at temperature 1, in nats.
+    """
+
+    log_probs: list[float]
+    entropies: list[float]
+
+
+@torch.inference_mode()
+def target_scores(states: TargetStates, answer: Answer, *, temperature: float) -> TargetScores:
+    """What the target's head says along one of its texts."""
+    model, size = states.target.model, states.target.real_vocab_size
+    answered = torch.tensor(answer.token_ids[1:])
+    found = TargetScores([], [])
+    for hidden, tokens in zip(
+        states.head_input(answer).split(HEAD_CHUNK), answered.split(HEAD_CHUNK), strict=False
+    ):
+        logits = model.logits_of(hidden)[:, :size]
+        found.log_probs.extend(log_probs_of(logits / temperature, tokens))
+        found.entropies.extend(torch.special.entr(logits.softmax(-1)).sum(-1).tolist())
+    return found
+
+
+def log_probs_of(logits: Tensor, token_ids: Tensor) -> list[float]:
+    """Of tokens [N] under [N, V] logits."""
+    chosen = logits.gather(1, token_ids[:, None].to(logits.device))[:, 0]
+    return (chosen - logits.logsumexp(-1)).double().tolist()
 
 
 def states_along(model: CausalModel, answer: Answer, layers: Sequence[int]) -> dict[int, Tensor]:

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from eval.state_drafts import Eagle3Text, ParallelText
-from eval.target_texts import HEAD_INPUT, Answer, TargetStates, states_along
+from eval.target_texts import HEAD_CHUNK, HEAD_INPUT, Answer, TargetStates, states_along
 from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.eagle3 import Eagle3Drafter
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.drafters.parallel import ParallelDrafter
 
-HEAD_CHUNK = 64  # places whose scores are held at once: 64 x 49k floats are 12 MiB
 ScoredDrafter = CausalLMDrafter | EarlyExitDrafter | Eagle3Drafter | ParallelDrafter
 T = TypeVar("T")
 # Scores [N, V] of the answer tokens places.start + 1, ... -> a value of each.

@@ -169,5 +169,16 @@ def deviation_message(prediction: Prediction) -> str | None:
     return (
         f"{prediction.drafter} on {prediction.suite}: the cost model predicts "
         f"{prediction.predicted_at_measured:.2f} x, the clock says {measured:.2f} x "
-        f"({prediction.deviation:+.0%}); another program may have been running"
+        f"({prediction.deviation:+.0%}){_worst_part(prediction)}"
+    )
+
+
+def _worst_part(prediction: Prediction) -> str:
+    """The part of a round that was predicted worst, where parts are known."""
+    if not prediction.parts:
+        return ""
+    worst = max(prediction.parts, key=lambda part: abs(part.predicted - part.timed))
+    return (
+        f", most of it in {worst.name}: {worst.predicted:.2f} instead of {worst.timed:.2f} passes of "
+        "the target a round"
     )

@@ -139,6 +139,11 @@ def test_one_prompt_has_a_value_but_no_interval():
     assert mean_interval([0.25]) == Interval(0.25, None, None)
 
 
+def test_what_one_prompt_alone_has_has_no_interval():
+    assert ratio_interval([3, 0, 0], [4, 0, 0]) == Interval(0.75)
+    assert ratio_interval([3, 1, 0], [4, 2, 0]).low is not None
+
+
 def test_nothing_drafted_is_undefined_and_not_zero():
     rows = [AcceptanceStats(num_tokens=5)]
     assert rate_interval(rows) == Interval(None)

@@ -109,6 +109,15 @@ def test_one_command_measures_a_drafter_folder_on_its_runs_prompts(
     assert {rival.drafter for rival in results.rivals} == {"mine", "lookup"}
     assert all(rival.num_identical == rival.num_prompts for rival in results.rivals)
     assert len(results.policies) == 6
+    # Groups of a kind of place add up to the acceptance beside them, at both temperatures.
+    for record in results.acceptance:
+        places = (record.drafter, record.suite, record.temperature, "answer position")
+        groups = [
+            b for b in results.breakdown if (b.drafter, b.suite, b.temperature, b.by) == places
+        ]
+        assert sum(b.num_accepted for b in groups) <= record.num_accepted + 1e-6
+    assert len({one.costs.target_s for one in results.costs}) == 1
+    assert all(len(one.parts) == 4 for one in results.predictions if one.deviation is not None)
     assert [(p.batch_size, p.measured) for p in results.sweeps] == [
         *((1, True), (2, True), (1, False))
     ]
@@ -126,6 +135,7 @@ def test_one_command_measures_a_drafter_folder_on_its_runs_prompts(
         (["evaluation.num_prompts=many"], "evaluation.num_prompts"),
         (["suites=[mt_bank]"], "expected one or more of mt_bench"),
         (["prompts=missing.jsonl"], "missing.jsonl does not exist"),
+        (["prompts=some.jsonl", "suites=[rag]"], "are both given"),
     ],
 )
 def test_wrong_settings_end_in_one_line(arguments, message, monkeypatch, capsys, tmp_path):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from eval import fetched
 from eval.acceptance import measure_acceptance
 from eval.progress import silent_stage
+from eval.session import turn_notes
 from eval.suites import Question, encode, read_questions
 from eval.turns import with_later_turns
 from specdec_runtime.loading import load_target
@@ -113,6 +115,28 @@ def test_every_fetched_suite_gives_distinct_ids_under_its_own_name(tmp_path, mon
     assert {q.category for q in questions if q.suite == "translation"} == {
         *("German", "French", "Spanish")
     }
+
+
+def test_suites_of_a_run_are_named_beside_fetched_ones_which_come_first(tmp_path, monkeypatch):
+    _assets(tmp_path, monkeypatch)
+    own = [
+        Question(f"own/{suite}", suite, None, None, [1, 2]) for suite in ("mt_bench", "held_out")
+    ]
+    found = fetched.load_suites(["held_out", "mt_bench"], own)
+    assert found[0] == own[1]
+    assert [question.suite for question in found[1:]] == ["mt_bench"] * len(found[1:])
+    assert own[0] not in found
+    with pytest.raises(ValueError, match=r"mt_bench, .*, held_out, or give prompts"):
+        fetched.load_suites(["held"], own)
+
+
+def test_turns_that_no_prompt_has_are_a_warning():
+    single = Question("1", "s", None, [{"role": "user", "content": "a"}])
+    double = replace(single, later_turns=("b",))
+    assert turn_notes([single], 1) == turn_notes([single, double], 2) == []
+    [flag] = turn_notes([single], 2)
+    assert flag.level == "warning"
+    assert "turns=2: no prompt has a second turn" in flag.message
 
 
 def test_an_unknown_suite_is_an_error_that_lists_the_known_ones():

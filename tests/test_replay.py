@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from eval.acceptance import acceptance_result, measure_acceptance
-from eval.breakdown import breakdown, edge_group, token_classes
+from eval.breakdown import breakdown, edge_group, groups_of, token_classes
 from eval.inspection import score_answer, trace_answers, weak_prefixes
-from eval.replay import proposals, replay, replayed_stats
+from eval.intervals import ratio_interval
+from eval.replay import proposals, replay, replayed_rounds, replayed_stats
 from eval.suites import EvalPrompt
-from eval.target_texts import Answer, TargetStates
+from eval.target_texts import Answer, TargetStates, target_scores
+from eval.text_rounds import TextRound
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.hf_model import HFModel
@@ -124,19 +126,63 @@ def record(measured):
     )
 
 
-def test_breakdown_groups_every_position_once_and_agrees_with_the_replay(target, answers):
-    drafter = half_right_draft()
-    scores = [score_answer(TargetStates(target), drafter, answer) for answer in answers]
-    kinds = ("even", "odd")
+def entropies_of(target, answers):
+    states = TargetStates(target)
+    return [target_scores(states, answer, temperature=1.0).entropies for answer in answers]
+
+
+def test_groups_of_places_add_up_to_what_decoding_drafted_and_kept(target, answers):
+    drafter, kinds = half_right_draft(), ("even", "odd")
     prompts = [EvalPrompt(str(i), ids, kinds[i % 2]) for i, ids in enumerate(PROMPTS)]
-    groups = breakdown(target, prompts, answers, scores, drafter="d", suite="s", num_resamples=100)
     found = [
-        proposals(TargetStates(target), drafter, answer, max_draft_tokens=1) for answer in answers
+        proposals(TargetStates(target), drafter, answer, max_draft_tokens=3) for answer in answers
     ]
-    matching = sum(sum(p.num_matching) for p in found)
-    by_category = [g for g in groups if g.by == "category"]
-    assert sum(g.num_positions for g in by_category) == sum(len(p.num_matching) for p in found)
-    assert sum(g.agreement.value * g.num_positions for g in by_category) == pytest.approx(matching)
+    rounds = [replayed_rounds(a, p, 3) for a, p in zip(answers, found, strict=True)]
+    groups = groups_of(target, prompts, answers, entropies_of(target, answers))
+    results = breakdown(
+        groups,
+        rounds,
+        drafter="d",
+        suite="s",
+        temperature=0.0,
+        matches=[[count > 0 for count in one.num_matching] for one in found],
+        num_resamples=100,
+    )
+    decoded = greedy(target, drafter, 3).stats
+    by_category = [one for one in results if one.by == "category"]
+    assert [one.group for one in by_category] == ["even", "odd"]
+    for name in ("num_drafted", "num_accepted", "num_rounds"):
+        assert sum(getattr(one, name) for one in by_category) == getattr(decoded, name)
+    places = sum(len(answer.token_ids) - 1 for answer in answers)
+    assert sum(one.num_positions for one in by_category) == places
+    for one in results:
+        rate, reached = one.acceptance_rate.value, one.conditional_acceptance.value
+        assert rate == pytest.approx(one.num_accepted / one.num_drafted)
+        assert rate <= reached <= 1.0
+        assert one.overlap is None
+    share = ratio_interval(
+        [sum(count > 0 for count in one.num_matching) for one in found],
+        [len(one.num_matching) for one in found],
+    )
+    low, high = sorted(one.agreement.value for one in by_category)
+    assert low <= share.value <= high
+    assert {one.by for one in results} >= {"target entropy", "context length", "answer position"}
+
+
+def test_rounds_that_only_may_happen_count_with_their_share(target, answers):
+    answer = answers[0]
+    groups = groups_of(target, [EvalPrompt("0", PROMPTS[0], "all")], [answer], [[]])
+    rounds = [TextRound(1, 30, 10, 0.5), TextRound(1, 30, 0, 0.5)]
+    one = next(
+        found
+        for found in breakdown(groups, [rounds], drafter="d", suite="s", temperature=1.0)
+        if found.by == "category"
+    )
+    assert (one.num_rounds, one.num_drafted, one.num_accepted) == (1.0, 30.0, 5.0)
+    assert one.acceptance_length.value == pytest.approx(6.0)
+    # Of the first round eleven drafts are judged, of the second one.
+    assert one.conditional_acceptance.value == pytest.approx(5.0 / (0.5 * 11 + 0.5))
+    assert one.agreement is None
 
 
 def test_overlap_is_one_for_a_perfect_drafter_and_lower_for_others(target, answers):
@@ -144,7 +190,6 @@ def test_overlap_is_one_for_a_perfect_drafter_and_lower_for_others(target, answe
     assert perfect.overlap == pytest.approx([1.0] * len(perfect.overlap))
     useless = score_answer(TargetStates(target), DRAFTERS["useless"](), answers[0])
     assert max(useless.overlap) < 1.0
-    assert all(entropy >= 0 for entropy in useless.entropy)
 
 
 def test_weak_prefixes_are_places_where_the_top_tokens_differ(target, answers):

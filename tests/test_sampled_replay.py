@@ -20,10 +20,9 @@ from eval.sampled_replay import (
     is_recordable,
     keeps,
     survival,
-    target_log_probs,
 )
 from eval.suites import EvalPrompt
-from eval.target_texts import Answer, TargetStates
+from eval.target_texts import Answer, TargetStates, target_scores
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
@@ -55,7 +54,8 @@ def sampled(target) -> list[tuple[Answer, list[float]]]:
         batch_size=len(prompts), seed=10_000,
     )  # fmt: skip
     answers = [Answer(p, ids, LENGTH) for p, ids in zip(prompts, found.token_ids, strict=True)]
-    return [(a, target_log_probs(TargetStates(target), a, temperature=1.0)) for a in answers]
+    states = TargetStates(target)
+    return [(a, target_scores(states, a, temperature=1.0).log_probs) for a in answers]
 
 
 DRAFTERS = {
@@ -158,7 +158,8 @@ def setting_of(target, drafter, **config) -> Setting:
 
 def test_a_few_prompts_are_decoded_and_the_others_counted_as_decoding_would(target):
     setting = setting_of(target, half_right_draft())
-    record, proposed = greedy_acceptance(setting, "d", "s", plain(setting, "s", 0.0))
+    measured, proposed = greedy_acceptance(setting, "d", "s", plain(setting, "s", 0.0))
+    record = measured.record
     assert len(proposed) == 4
     assert (record.num_prompts, record.num_decoded) == (4, 2)
     assert [counts.decoded for counts in record.prompts] == [True, False, True, False]
@@ -172,20 +173,22 @@ def test_a_few_prompts_are_decoded_and_the_others_counted_as_decoding_would(targ
 def test_where_replay_and_decoding_differ_everything_is_decoded(target, monkeypatch):
     monkeypatch.setattr("eval.measured_acceptance.same_counts", lambda left, right: False)
     setting = setting_of(target, half_right_draft())
-    record, _ = greedy_acceptance(setting, "d", "s", plain(setting, "s", 0.0))
+    record = greedy_acceptance(setting, "d", "s", plain(setting, "s", 0.0))[0].record
     assert record.num_decoded == record.num_prompts == 4
 
 
 def test_sampled_acceptance_is_checked_by_decoding_where_that_is_asked_for(target):
     setting = setting_of(target, half_right_draft())
-    record, replayed = sampled_acceptance(setting, "d", "s", 1.0, check=True)
+    record, replayed, rounds = sampled_acceptance(setting, "d", "s", 1.0, check=True)
+    total = sum(one.share * one.num_accepted for row in rounds for one in row)
+    assert total == pytest.approx(record.num_accepted)
     assert record.num_decoded == 0
     assert replayed.num_decoded == 2
     assert replayed.agrees in (True, False)
     assert [one.num_draft_tokens for one in replayed.lengths] == [1, 2, 3, 4]
     at_three = replayed.lengths[2].acceptance_length
     assert at_three.value == pytest.approx(record.acceptance_length.value)
-    _, unchecked = sampled_acceptance(setting, "d", "s", 1.0, check=False)
+    unchecked = sampled_acceptance(setting, "d", "s", 1.0, check=False).sampled
     assert unchecked.decoded is None
     assert unchecked.agrees is None
 
@@ -202,8 +205,9 @@ def test_a_prompt_has_its_sampled_text_whatever_prompts_are_beside_it(target):
 def test_a_drafter_whose_distribution_is_not_known_is_decoded(target):
     drafter = SuffixLookupDrafter(remembers=True)
     assert not is_recordable(drafter)
-    record, replayed = sampled_acceptance(setting_of(target, drafter), "d", "s", 1.0, check=True)
-    assert replayed is None
+    setting = setting_of(target, drafter)
+    record, replayed, rounds = sampled_acceptance(setting, "d", "s", 1.0, check=True)
+    assert replayed is rounds is None
     assert record.num_decoded == 4
 
 

@@ -88,6 +88,9 @@ def test_a_threshold_is_given_where_it_is_the_fastest_policy():
     results.policies = [fixed, sure]
     texts = {one.server: one.text for one in serving_settings(results)}
     assert texts["llama.cpp, by confidence"] == "--draft-max 8 --draft-p-min 0.4"
+    head = replace(results, drafters=[replace(results.drafters[0], kind="eagle3")])
+    sure_of = [one.server for one in serving_settings(head) if "confidence" in one.server]
+    assert sure_of == ["Draftloop, by confidence"]  # the others cannot run such a head
     results.policies = [replace(fixed, speedup=1.6), sure]
     assert not any("confidence" in one.server for one in serving_settings(results))
 

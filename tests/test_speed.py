@@ -7,7 +7,7 @@ import pytest
 from eval.acceptance import measure_acceptance
 from eval.budget import Amounts, describe, estimate, fit_prompts, total
 from eval.config import EvaluationConfig
-from eval.costs import measure_costs, no_dearer_than_longer, run_lengths
+from eval.costs import measure_costs, rising, run_lengths, trimmed_mean, verify_costs
 from eval.progress import silent_stage
 from eval.reference import Reference, find_baseline, own_decoder, plain_decoders
 from eval.speed import (
@@ -140,21 +140,27 @@ def test_costs_are_positive_and_plain_decoding_costs_one(target):
     passes = time_passes(target.model, PROMPTS[0], max_draft_tokens=3)
     assert len(passes) == 4
     assert min(passes) > 0
-    drafter = CausalLMDrafter(HFModel(tiny_llama(1, num_layers=1)))
-    result = measure_costs(target, drafter, PROMPTS[0], name="d", max_draft_tokens=3, pass_s=passes)
-    assert result.costs.verify[0] == 1.0
-    assert result.costs.max_draft_tokens == 3
-    assert 0 < result.costs.draft_cost < 3
-    assert result.costs.overhead >= result.draft_start_s / result.costs.target_s
+    drafters = {
+        "d": CausalLMDrafter(HFModel(tiny_llama(1, num_layers=1))),
+        "lookup": PromptLookupDrafter(),
+    }
+    first, second = measure_costs(target, drafters, PROMPTS[:1], max_draft_tokens=3, pass_s=passes)
+    assert [first.drafter, second.drafter] == list(drafters)
+    assert first.costs.verify[0] == 1.0
+    assert first.costs.max_draft_tokens == 3
+    assert 0 < first.costs.draft_cost < 3
+    assert first.costs.overhead >= first.draft_start_s / first.costs.target_s
+    # One target, one pass of it: what differs between drafters is their own part alone.
+    shared = ("target_s", "verify", "plain_overhead")
+    assert all(getattr(first.costs, one) == getattr(second.costs, one) for one in shared)
 
 
 def test_costs_of_a_faster_baseline_are_stated_against_that_one(target):
     passes = time_passes(target.model, PROMPTS[0], max_draft_tokens=1)
-    result = measure_costs(
+    [result] = measure_costs(
         target,
-        PromptLookupDrafter(),
-        PROMPTS[0],
-        name="d",
+        {"d": PromptLookupDrafter()},
+        PROMPTS[:1],
         max_draft_tokens=1,
         pass_s=passes,
         plain_token_s=1e-9,
@@ -162,8 +168,56 @@ def test_costs_of_a_faster_baseline_are_stated_against_that_one(target):
     assert result.costs.plain_overhead == pytest.approx(-1.0, abs=1e-3)
 
 
-def test_doubling_draft_lengths_are_run():
-    assert run_lengths(6) == [0, 1, 2, 4, 6]
+def test_short_and_doubling_draft_lengths_are_run():
+    assert run_lengths(6) == [1, 2, 3, 4, 6]
+    assert run_lengths(1) == [1]
+
+
+class Clock:
+    """A made-up perf_counter that passes advance; the machine gets slower on the way."""
+
+    def __init__(self) -> None:
+        self.now = self.busy = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, seconds: float) -> None:
+        self.busy += seconds
+        self.now += seconds * (1.0 + 0.05 * self.busy)
+
+
+def test_costs_do_not_see_that_the_machine_gets_slower(target, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr("specdec_runtime.decode.time.perf_counter", clock)
+    forward = target.model.forward
+
+    def timed(token_ids, cache, **options):
+        clock.run(0.02 * (1.0 + 0.1 * (token_ids.shape[1] - 1)))
+        return forward(token_ids, cache, **options)
+
+    monkeypatch.setattr(target.model, "forward", timed)
+    bare = [1.0 + 0.1 * k for k in range(5)]
+    copy = CausalLMDrafter(HFModel(tiny_llama(0)))
+    [result] = measure_costs(target, {"d": copy}, PROMPTS, max_draft_tokens=4, pass_s=bare)
+    assert clock.now > 1.1 * clock.busy  # it did
+    assert result.costs.verify == pytest.approx(bare, abs=0.01)
+
+
+def test_draft_lengths_that_were_not_decoded_lie_between_those_that_were():
+    seen = {0: [1.0] * 9, 2: [1.3] * 9, 4: [1.5] * 9, 3: [9.0]}
+    bare = [1.0, 1.1, 1.2, 1.3, 1.4]
+    costs = verify_costs(seen, bare)
+    assert costs[0] == 1.0
+    assert (costs[2], costs[4]) == pytest.approx((1.3, 1.5))
+    assert costs[1] == pytest.approx(1.1 * (1.0 + 1.3 / 1.2) / 2)
+    assert costs[3] == pytest.approx(1.3 * (1.3 / 1.2 + 1.5 / 1.4) / 2)
+
+
+def test_a_mean_of_costs_sees_both_kinds_of_rounds_and_no_outlier():
+    assert trimmed_mean([0.1] * 4 + [0.5] * 5 + [90.0]) == pytest.approx((3 * 0.1 + 5 * 0.5) / 8)
+    assert trimmed_mean([0.1, 90.0, 0.2, 0.3]) == pytest.approx(0.25)
+    assert trimmed_mean([0.1]) == 0.1
 
 
 def test_fastest_plain_decoder_is_the_baseline(target):
@@ -208,5 +262,6 @@ def test_drafters_that_are_replayed_leave_time_for_more_prompts():
 
 
 def test_a_disturbed_pass_is_no_reason_for_longer_drafts():
-    assert no_dearer_than_longer([1.34, 1.58, 1.06, 1.2, 2.0]) == [1.06, 1.06, 1.06, 1.2, 2.0]
-    assert no_dearer_than_longer([1.0, 1.1, 1.3]) == [1.0, 1.1, 1.3]
+    assert rising([1.3, 1.5, 1.1, 1.4, 2.0], [1] * 5) == pytest.approx([1.3, 1.3, 1.3, 1.4, 2.0])
+    assert rising([1.2, 1.0], [3, 1]) == pytest.approx([1.15, 1.15])
+    assert rising([1.0, 1.1, 1.3], [1, 1, 1]) == [1.0, 1.1, 1.3]

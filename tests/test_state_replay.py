@@ -8,9 +8,9 @@ from eval.asking import asked_along
 from eval.inspection import score_answer, weak_prefixes
 from eval.policies import policy_stats, record
 from eval.replay import proposals, replayed_stats
-from eval.sampled_replay import expected_counts, is_recordable, keeps, target_log_probs
+from eval.sampled_replay import expected_counts, is_recordable, keeps
 from eval.suites import EvalPrompt
-from eval.target_texts import Answer, TargetStates
+from eval.target_texts import Answer, TargetStates, target_scores
 from specdec_runtime import native
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import ConfidenceThreshold, FixedLength
@@ -152,7 +152,7 @@ def test_expected_acceptance_is_what_decoding_with_other_draws_has(kind):
     prompts = PROMPTS * 12
     rows = []
     for answer in texts_of(target, prompts, temperature=1.0, batch_size=48, seed=1000):
-        known = target_log_probs(states, answer, temperature=1.0)
+        known = target_scores(states, answer, temperature=1.0).log_probs
         kept = keeps(states, drafter, answer, known, temperature=1.0, max_draft_tokens=3)
         rows.append(expected_counts(answer, kept, 3))
     decoded = measure_acceptance(

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from eval.cost_model import RoundParts
 from eval.flags import flags_of
 from eval.intervals import Interval
 from eval.prediction import predict
@@ -148,3 +149,22 @@ def test_looping_answers_and_idle_drafters_are_flagged():
     ]
     codes = {flag.code for flag in flags_of(results)}
     assert {"looping", "nothing_drafted"} <= codes
+
+
+def test_a_deviation_names_the_part_of_a_round_that_was_predicted_worst():
+    lengths = replay("distilled", "held_out", 0.6).lengths
+    unit = COSTS.target_s
+    expected = {"draft_s": 0.006, "verify_s": unit * COSTS.verify[3], "outside_s": 0.001}
+    measured = replace(
+        speed("distilled", "held_out", 3, 1.0),
+        plain_parts=RoundParts(draft_s=0.0, verify_s=unit, outside_s=unit * COSTS.plain_overhead),
+        parts=RoundParts(**expected),
+    )
+    exact = predict("distilled", "held_out", lengths, COST, measured)
+    at = {part.name: part for part in exact.parts}
+    assert at["verification"].predicted == pytest.approx(at["verification"].timed)
+    assert at["the rest of a round"].timed == pytest.approx(0.001 / unit)
+    dearer = replace(measured, parts=RoundParts(**expected | {"verify_s": unit * 1.4}))
+    message = deviation_message(predict("distilled", "held_out", lengths, COST, dearer))
+    assert message is not None
+    assert "most of it in verification: 1.12 instead of 1.40 passes" in message

@@ -83,12 +83,11 @@ def measure_plans(config: PlanConfig, *, stage: Stage = terminal_stage) -> list[
             drafter = _untrained(target, num_layers, config, Path(folder) / "drafter")
             found = measure_costs(
                 target,
-                drafter,
-                prompt,
-                name=f"{num_layers} layers",
+                {f"{num_layers} layers": drafter},
+                [prompt],
                 max_draft_tokens=config.max_draft_tokens,
                 pass_s=pass_s,
-            )
+            )[0]
             advance(1)
         plans.append(plan_of(num_layers, found.costs, training_minutes=config.training_minutes))
     return plans

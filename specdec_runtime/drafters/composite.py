@@ -157,6 +157,8 @@ def _merged(found: Draft, drafted: Draft) -> Draft:
     """Row by row whichever drafted something; certain tokens next to drawn ones are one-hot."""
     if not bool(drafted.num_drafted.any()):
         return found
+    if not bool(found.num_drafted.any()):
+        return drafted
     device = drafted.token_ids.device
     width = max(found.token_ids.shape[1], drafted.token_ids.shape[1])
     is_found = found.num_drafted > 0

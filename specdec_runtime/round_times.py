@@ -1,0 +1,33 @@
+"""Rounds of several decoders in turns: the same minute of the machine for all of them.
+
+A machine's speed drifts by more than what a drafter costs. So decoders go on side by side, one
+round each in turn, and what a part of a round takes is compared with what the target's own pass took
+next to it. The caches hold what they hold in serving too: between two drafts lies a pass that reads
+the whole target.
+"""
+
+from collections.abc import Sequence
+
+from specdec_runtime.decode import SpeculativeDecoder
+from specdec_runtime.results import Round
+
+
+def rounds_in_turns(
+    decoders: Sequence[SpeculativeDecoder], prompt: Sequence[int], *, num_rounds: int
+) -> list[list[Round]]:
+    """Up to `num_rounds` rounds of each decoder behind the prompt, greedy, not ended by an end token.
+
+    Fewer where the target's positions end.
+    """
+    under_way = []
+    for decoder in decoders:
+        room = decoder.target.model.max_positions - len(prompt)
+        most = 2 + num_rounds * (decoder.plan.measured(1, is_sampled=False).most + 1)
+        decoding = decoder._begin([prompt], max_new_tokens=min(most, room), eos_token_id=())
+        decoding.prefill()
+        under_way.append(decoding)
+    for _ in range(num_rounds):
+        for decoding in under_way:
+            if decoding.active:
+                decoding.round()
+    return [decoding.rounds for decoding in under_way]
