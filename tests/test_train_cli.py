@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from distill.prefixes import read_prefixes
 from distill.templates import ChatTemplate
+from eval.sampling_check import sampling_checks
 from specdec_runtime.formats import read_manifest
 from specdec_runtime.tiny_target import byte_tokenizer
 from tests.toy_prompts import write_prompts
@@ -110,6 +112,9 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
         patch.chdir(folder)
         patch.setenv("DRAFTLOOP_CACHE", str(cache))
         patch.setenv("PIP_NO_INDEX", "1")
+        # The check of the sampling rules is tests/test_sampling_check.py's.
+        few = partial(sampling_checks, num_draws=20_000)
+        patch.setattr("eval.measurements.sampling_checks", few)
         # Of the processes that the run starts itself.
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("OMP_NUM_THREADS", "1")
