@@ -60,7 +60,6 @@ class SpeculativeWriter:
             generation = decoder.generate(
                 [list(request.prompt_ids) for request in batch],
                 max_new_tokens=self.max_new_tokens,
-                eos_token_id=self.target.eos_token_ids,
                 temperature=[request.temperature for request in batch],
                 seed=[request.seed for request in batch],
                 top_p=self.top_p if self.top_p < 1.0 else None,

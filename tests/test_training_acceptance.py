@@ -1,5 +1,6 @@
 """Acceptance while training: shared by the processes, priced, and the same for any number of them."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,14 @@ from specdec_runtime.draft_length import CostAware
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.target import Target, as_target
 from tests.conftest import tiny_llama
-from train.acceptance import AcceptanceConfig, interval, measure, measured_round_cost
+from train.acceptance import (
+    PLANNED_SHARE,
+    AcceptanceConfig,
+    evenly,
+    interval,
+    measure,
+    measured_round_cost,
+)
 from train.loop import Measurement
 
 CONFIG = AcceptanceConfig(num_prompts=5, max_new_tokens=6, num_draft_tokens=2, temperature=0.8)
@@ -94,7 +102,21 @@ def test_the_cost_of_a_round_is_verifying_and_drafting_at_the_deployed_length(
 def test_measuring_takes_its_share_of_the_time_at_most():
     config = AcceptanceConfig(share=0.1)
     every = interval(config, step_s=0.5, acceptance_s=3.0)
-    assert 3.0 / (3.0 + every * 0.5) <= 0.1 < 3.0 / (3.0 + (every - 1) * 0.5)
+    planned = 0.1 * PLANNED_SHARE
+    assert 3.0 / (3.0 + every * 0.5) <= planned < 3.0 / (3.0 + (every - 1) * 0.5)
     assert interval(AcceptanceConfig(every=7), step_s=0.5, acceptance_s=3.0) == 7
+    assert evenly(AcceptanceConfig(every=7), 7, max_steps=15) == 7
     with pytest.raises(ValueError, match=r"acceptance\.patience must be at least 1"):
         AcceptanceConfig(patience=0)
+
+
+@pytest.mark.parametrize("max_steps", [1, 9, 62, 63, 391, 1000])
+def test_the_measurement_at_the_end_stays_within_the_share(max_steps: int):
+    config = AcceptanceConfig(share=0.1)
+    step_s, acceptance_s = 1.31, 9.02  # 7 measurements in 391 steps, one every 62, were 11 %
+    every = evenly(
+        config, interval(config, step_s=step_s, acceptance_s=acceptance_s), max_steps=max_steps
+    )
+    number = math.ceil(max_steps / every)
+    spent = number * acceptance_s
+    assert number == 1 or spent / (spent + max_steps * step_s) <= 0.1 * PLANNED_SHARE

@@ -22,7 +22,7 @@ from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.formats import DrafterManifest
 from specdec_runtime.loading import load_drafter
 from specdec_runtime.target import Target
-from train.acceptance import interval, measure, measured_round_cost
+from train.acceptance import evenly, interval, measure, measured_round_cost
 from train.checkpoint import TrainState, read_checkpoint, restore_weights
 from train.config import TrainConfig
 from train.drafter_folder import DrafterWriter, add_measurements, manifest_for
@@ -318,8 +318,10 @@ def _first_state(
             step_s = measured_step_s(parts, config.optim)
         job.say(f"a training step takes {step_s:.2f} s")
     every = interval(config.acceptance, step_s=step_s, acceptance_s=before.seconds)
+    max_steps = _max_steps(job, num_micro_batches, step_s, before.seconds, every)
+    every = evenly(config.acceptance, every, max_steps=max_steps)
     state = TrainState(
-        max_steps=_max_steps(job, num_micro_batches, step_s, before.seconds, every),
+        max_steps=max_steps,
         num_micro_batches=num_micro_batches,
         acceptance_every=every,
         round_cost=round_cost,
@@ -330,7 +332,8 @@ def _first_state(
     values = before.values | {"predicted_speedup": before.score / round_cost}
     job.log.write("acceptance", 0, values | {"seconds": before.seconds})
     job.log.write_samples(0, before.samples)
-    share = before.seconds / (before.seconds + every * step_s)
+    measuring_s = math.ceil(max_steps / every) * before.seconds
+    share = measuring_s / (measuring_s + max_steps * step_s)
     job.say(
         f"training: {state.max_steps} steps, acceptance every {every} steps, "
         f"about {share:.0%} of the time"
