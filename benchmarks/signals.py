@@ -1,10 +1,11 @@
 """Training the default drafter from cached signals, and beside the live target.
 
-    python -m benchmarks.signals TARGET [--answers 96] [--rounds 5]
+    python -m benchmarks.signals TARGET [--draft eagle3] [--answers 96] [--rounds 5]
 
 The target answers questions, its signals are cached in both forms, and one drafter is then trained
 from each form in turn: every round takes the same batches from all of them, so that a disturbance
-hits all. Tokens are those that are learned from. Medians over rounds, ratios within rounds.
+hits all. Tokens are those that are learned from. Medians over rounds, ratios within rounds. The
+inner states that some kinds read are recorded for all forms.
 """
 
 import argparse
@@ -24,13 +25,13 @@ from distill.answers.write import write_answers
 from distill.batches import Batch, BatchStream
 from distill.cache.write import write_signals
 from distill.draft_vocab import DraftVocab, most_frequent
+from distill.features import FeatureFolder, record_features
 from distill.live_signals import LiveSignals
 from distill.losses import LossConfig
 from distill.objective import Objective
-from distill.objectives.causal_lm import CausalLMSettings
 from distill.prompt import asked
 from distill.prompt_sources import squad_questions
-from distill.recipe import TargetParts, make_recipe
+from distill.recipe import DraftSettings, TargetParts, make_recipe, settings_of
 from distill.signal_forms import SignalForm, SignalsConfig
 from distill.signals import TargetHead
 from specdec_runtime.loading import load_module, load_target
@@ -44,12 +45,13 @@ WARM_UP = 1  # rounds; the first steps allocate
 def main() -> None:
     options = parse_arguments()
     target = load_target(options.target)
+    settings = settings_of(options.draft)(kind=options.draft)
     with tempfile.TemporaryDirectory() as folder:
-        streams = signal_streams(target, options, Path(folder))
-        module, objective = drafter(target, streams.pop("answers"))
+        streams = signal_streams(target, settings, options, Path(folder))
+        module, objective = drafter(target, settings, streams.pop("answers"))
         print(
             f"{torch.get_num_threads()} threads, torch {torch.__version__}, "
-            f"{type(target.model).__name__}; {BATCH_TOKENS} padded tokens a step\n"
+            f"{type(target.model).__name__}; {options.draft}, {BATCH_TOKENS} padded tokens a step\n"
         )
         print_rates(rates(streams, module, objective, options.rounds))
 
@@ -57,18 +59,23 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("target", help="folder, hub id or name of an embedded target")
+    parser.add_argument("--draft", default="eagle3", choices=("eagle3", "causal_lm"))
     parser.add_argument("--answers", type=int, default=96)
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
 
-def signal_streams(target: Target, options: argparse.Namespace, folder: Path) -> dict:
+def signal_streams(
+    target: Target, settings: DraftSettings, options: argparse.Namespace, folder: Path
+) -> dict:
     """Name of a form -> its batches, the same ones; and the answers that they are made of."""
     prompts = [asked("questions", text) for text, _ in squad_questions(options.answers, 0)]
     config = AnswersConfig(max_new_tokens=options.max_new_tokens, keep_states=False)
     answers = write_answers(target, prompts, config, folder / "answers")
     streams: dict = {"answers": answers}
+    layers = settings.feature_layers(target.model.num_layers)
+    kept = FeatureFolder(folder / "features", layers)
     for form in (SignalForm.hidden, SignalForm.sparse):
         cache = write_signals(
             target,
@@ -79,14 +86,18 @@ def signal_streams(target: Target, options: argparse.Namespace, folder: Path) ->
             say=lambda text, name=form.value: print(f"{name}: {text}"),
         )
         examples = cache.attach(answers.answers)
+        examples = record_features(target.model, examples, kept) if layers else examples
         streams[form.value] = BatchStream(examples, max_tokens=BATCH_TOKENS, seed=0)
-    plain = BatchStream(answers.answers, max_tokens=BATCH_TOKENS, seed=0)
+    examples = list(answers.answers)
+    examples = record_features(target.model, examples, kept) if layers else examples
+    plain = BatchStream(examples, max_tokens=BATCH_TOKENS, seed=0)
     return streams | {"live": LiveSignals(plain, target)}
 
 
-def drafter(target: Target, answers: AnswerSet) -> tuple[nn.Module, Objective]:
-    """The default drafter and its loss."""
-    settings = CausalLMSettings()
+def drafter(
+    target: Target, settings: DraftSettings, answers: AnswerSet
+) -> tuple[nn.Module, Objective]:
+    """A drafter with random weights for eagle3's layer, which is as fast as a solved one; its loss."""
     module = load_module(target.source, device="cpu")
     assert settings.draft_vocab_size is not None
     vocab: DraftVocab = most_frequent(
