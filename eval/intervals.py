@@ -13,6 +13,7 @@ import numpy as np
 
 NUM_RESAMPLES = 1000  # the smallest number at which 95 % percentiles are steady to about 2 %
 COVERAGE = 0.95
+NORMAL_QUANTILE = 1.959964  # of that coverage, two-sided
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,17 @@ def mean_interval(
     """Mean over prompts (macro: each prompt counts once); prompts without a value are left out."""
     defined = [value for value in values if value is not None]
     return ratio_interval(defined, [1.0] * len(defined), num_resamples=num_resamples, seed=seed)
+
+
+def proportion_interval(successes: float, trials: float) -> Interval:
+    """successes / trials of independent trials (Wilson 1927): it has a width at 0 and 1 too."""
+    if trials == 0:
+        return Interval(None)
+    value = successes / trials
+    spread = NORMAL_QUANTILE**2 / trials
+    centre = (value + spread / 2) / (1 + spread)
+    half = ((value * (1 - value) + spread / 4) * spread) ** 0.5 / (1 + spread)
+    return Interval(value, max(0.0, centre - half), min(1.0, centre + half))
 
 
 def _with_bounds(value: float, tops: np.ndarray, bottoms: np.ndarray) -> Interval:

@@ -38,6 +38,8 @@ def load_module(
     if path.suffix == ".gguf":
         arguments["gguf_file"] = path.name
         name = path.parent
+    else:
+        arguments["use_safetensors"] = True  # what else there is are pickles: loading one runs code
     if device == SPREAD:
         arguments.setdefault("device_map", "auto")
     chosen = _chosen_device(device)

@@ -19,6 +19,8 @@ from specdec_runtime.parallel_network import ParallelNetwork, parallel_config
 from specdec_runtime.tiny_target import TEMPLATE
 from specdec_runtime.tokenizers import template_hash, tokenizer_hash
 from tests.tiny_tokenizers import byte_level_tokenizer
+from train.export.observation import QUESTIONS, Observation
+from train.export.parity_process import answer
 from train.export.source import read_target
 
 DRAFT_VOCAB_SIZE = 120
@@ -162,3 +164,21 @@ def write_parallel(folder: Path, target: Path) -> Path:
     record.target.vocab_size = facts.vocab_size
     tensors = {DRAFT_VOCAB_NAME: vocab_tensors(ids, facts.vocab_size)}
     return write_drafter(folder, network, record, tokenizer=tokenizer, tensors=tensors)
+
+
+def request_for(target: str | Path, folders: list[Path]) -> dict:
+    """What the gate asks its process for, with half of its questions."""
+    return {
+        "target": str(target),
+        "target_options": {},
+        "template_options": {},
+        "prompts": [toy_tokenizer()(question).input_ids for question in QUESTIONS[:6]],
+        "folders": [str(folder) for folder in folders],
+        "settings": {"num_draft_tokens": 3},
+    }
+
+
+def observed_here(target: str, folders: list[Path], *, settings: dict, **_) -> list[Observation]:
+    """`parity.observed_elsewhere` in this process, since the start of another alone takes seconds."""
+    found = answer(request_for(target, folders) | {"settings": settings})
+    return [Observation.of_json(content) for content in found]

@@ -5,7 +5,8 @@ import pytest
 from specdec_runtime.stats import AcceptanceStats
 from tests.export_folders import write_causal_lm, write_target
 from train.export import engine_parity
-from train.export.engine_parity import EngineParity, engine_lines, verify_engine
+from train.export.drawn_text import DrawnText
+from train.export.engine_parity import EngineParity, by_position, engine_lines, verify_engine
 from train.export.engines import Served
 from train.export.exporting import export
 
@@ -35,6 +36,26 @@ def test_only_near_ties_and_intervals_excuse_a_difference(temperature, differenc
     found = EngineParity("vllm", temperature, differences, rows(2, 0), rows(*theirs)).problems()
     assert len(found) == len(says)
     assert all(part in line for part, line in zip(says, found, strict=True))
+
+
+def test_a_position_that_was_never_accepted_has_an_interval():
+    """Resampled prompts show none: 0 of 24 and 1 of 24 would differ."""
+    rare = rows(0, 0, 0)
+    rare[0].add_round(3, 1)
+    assert EngineParity("vllm", 1.0, [], rows(0, 0, 0), rare).problems() == []
+    (interval, *_) = by_position(rows(0, 0, 0))
+    assert interval.low == 0
+    assert interval.high == pytest.approx(0.138, abs=1e-3)  # Wilson, 0 of 24
+    assert EngineParity("vllm", 1.0, [], rows(0, 0, 0), rows(1, 0, 0)).problems()
+
+
+def test_drawn_text_that_is_not_the_targets_is_named():
+    drawn = DrawnText(-14.32, -6.51, -57.8)
+    (said,) = EngineParity("vllm", 1.0, [], rows(2, 0), rows(2, 0), drawn).problems()
+    assert said == "its drawn text is not the target's: log p -14.32, expected -6.51 (-57.8 s.e.)"
+    right = EngineParity("vllm", 1.0, [], rows(2, 0), rows(2, 0), DrawnText(-2.04, -2.1, 0.6))
+    assert right.problems() == []
+    assert "drawn: log p -2.04, expected -2.10 (+0.6 s.e.)" in right.row()
 
 
 def test_an_engine_that_drafts_otherwise_is_an_error_with_its_causes(tmp_path, monkeypatch):

@@ -117,9 +117,10 @@ def test_tied_heads_dtype_rope_and_end_tokens_of_a_plain_model_survive(target, t
     assert GenerationConfig.from_pretrained(folder).eos_token_id == [0, 2]
 
 
-def test_checkpoints_of_other_trainers_are_taken_in(eagle3, target, tmp_path):
+@pytest.mark.parametrize("form", ["vllm", "sglang"])
+def test_checkpoints_of_other_trainers_are_taken_in(eagle3, target, tmp_path, form):
     """A folder without our record, with the older rope keys, `model.` names and no flags."""
-    native = export(eagle3, tmp_path / "native", engine="vllm").folder
+    native = export(eagle3, tmp_path / "native", engine=form).folder
     (native / "draftloop.json").unlink()
     config = json.loads((native / "config.json").read_text())
     rope = config.pop("rope_parameters")
@@ -128,7 +129,7 @@ def test_checkpoints_of_other_trainers_are_taken_in(eagle3, target, tmp_path):
     config["rope_theta"] = rope["rope_theta"]
     (native / "config.json").write_text(json.dumps(config))
     tensors = load_file(native / "model.safetensors")
-    tensors.pop("embed_tokens.weight")  # shared with the target
+    tensors.pop("embed_tokens.weight", None)  # shared with the target
     renamed = {name.replace("midlayer.", "model.layers.0."): t for name, t in tensors.items()}
     save_file(renamed, native / "model.safetensors")
     done = export(native, tmp_path / "ours", engine="draftloop", target=str(target))
@@ -137,6 +138,7 @@ def test_checkpoints_of_other_trainers_are_taken_in(eagle3, target, tmp_path):
         load_file(done.folder / "model.safetensors"),
     )
     assert all(torch.equal(before[name], after[name]) for name in before)
+    assert read(done.folder).layer_ids == LAYER_IDS
     with pytest.raises(ValueError, match="does not say which target"):
         export(native, tmp_path / "again", engine="draftloop")
 
@@ -245,6 +247,13 @@ def test_damaged_and_foreign_folders_are_named(causal_lm, eagle3, tmp_path):
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"1 weights are missing, model\.norm\.weight"):
         export(partial, tmp_path / "out", engine="vllm")
+    tensors = load_file(eagle3 / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"][:, :-1].contiguous()
+    misshapen = shutil.copytree(eagle3, tmp_path / "misshapen")
+    save_file(tensors, misshapen / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"fc\.weight"):
+        export(misshapen, tmp_path / "out", engine="vllm")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_drafter_of_another_target_is_refused_naming_both(causal_lm, target, tmp_path):

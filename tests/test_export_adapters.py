@@ -1,14 +1,19 @@
 """Low-rank adapters are merged in float32, whole, and never silently as nothing."""
 
+import shutil
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specdec_runtime.stats import AcceptanceStats
 from tests.export_folders import write_causal_lm, write_target
+from train.export import parity
 from train.export.adapters import merged_module
 from train.export.exporting import export
+from train.export.observation import NUM_CONTEXTS, Observation
 
 IDS = torch.arange(3, 60)[None]
 CLOSE = 1e-5
@@ -59,6 +64,44 @@ def test_rounding_of_a_merge_is_reported(folders):
     assert exact.changed_top_tokens == 0
     assert rounded.largest_logit_difference > exact.largest_logit_difference
     assert rounded.module.dtype == torch.bfloat16
+
+
+def test_the_acceptance_before_and_after_a_merge_is_reported(folders, tmp_path, monkeypatch):
+    """Of the adapter merged without rounding, and of the folder as it was written."""
+    target, _, adapter = folders
+    dtypes = []
+
+    def seen(_, compared, **__):
+        for folder in compared:
+            tensors = load_file(folder / "model.safetensors").values()
+            dtypes.append({tensor.dtype for tensor in tensors})
+        return [observation(2, 1), observation(1, 1)]
+
+    def observation(*accepted):
+        row = AcceptanceStats()
+        for number in accepted:
+            row.add_round(3, number)
+        same = AcceptanceStats()
+        same.add_round(3, 1)
+        return Observation([[1]] * NUM_CONTEXTS, [[1]], [row, same], same_text=True)
+
+    monkeypatch.setattr(parity, "observed_elsewhere", seen)
+    out = tmp_path / "out"
+    with pytest.warns(UserWarning, match="changed .* of the top tokens"):
+        done = export(adapter, out, engine="vllm", target=str(target), dtype=torch.bfloat16)
+    said = parity.verify(done.source, done.folder, engine="vllm", same_dtype=False).describe()
+    assert dtypes == [{torch.float32}, {torch.bfloat16}]
+    assert "acceptance length 2.000 (2.333 before export)" in said
+
+
+def test_pickled_adapters_are_not_read(folders, tmp_path):
+    target, _, adapter = folders
+    pickled = shutil.copytree(adapter, tmp_path / "pickled")
+    weights = pickled / "adapter_model.safetensors"
+    torch.save(load_file(weights), pickled / "adapter_model.bin")
+    weights.unlink()
+    with pytest.raises(ValueError, match="pickled adapters are not read"):
+        export(pickled, tmp_path / "out", engine="vllm", target=str(target))
 
 
 def test_an_adapter_with_a_renamed_weight_does_not_load(folders, tmp_path):

@@ -136,6 +136,24 @@ def with_penalty(folder: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.1}))
 
 
+def without_threshold(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    content = json.loads(path.read_text())
+    del content["assistant_confidence_threshold"]
+    path.write_text(json.dumps(content))
+
+
+def wider(tensor: str) -> Callable[[Path], None]:
+    def mutate(folder: Path) -> None:
+        def change(tensors: dict) -> None:
+            name = next(name for name in tensors if name.endswith(tensor))
+            tensors[name] = torch.cat([tensors[name], tensors[name][:1]])
+
+        edit_weights(folder, change)
+
+    return mutate
+
+
 HEAD_MUTATIONS = {
     "absolute d2t": (absolute_d2t, "d2t"),
     "no d2t": (missing("d2t"), "d2t is missing"),
@@ -152,6 +170,7 @@ HEAD_MUTATIONS = {
     "unpadded vocabulary": (smaller_vocabulary, "vocab_size"),
     "tied": (tied, "tie_word_embeddings"),
     "a missing tensor": (missing("hidden_norm.weight"), "missing"),
+    "another shape": (wider("mlp.up_proj.weight"), "up_proj.weight has shape"),
     "another dtype": (other_dtype, "dtype"),
     "another tokenizer": (swapped_tokens, "tokenizers differ"),
 }
@@ -162,6 +181,7 @@ PLAIN_MUTATIONS = {
         "another rope base",
         "another epsilon",
         "unpadded vocabulary",
+        "another shape",
         "another dtype",
         "another tokenizer",
     )
@@ -169,6 +189,7 @@ PLAIN_MUTATIONS = {
     "tied": (tied, "lm_head.weight is foreign|tie_word_embeddings"),
     "a missing tensor": (missing("lm_head.weight"), "missing"),
     "a warper of its own": (with_penalty, "repetition_penalty"),
+    "no confidence threshold": (without_threshold, "assistant_confidence_threshold"),
 }
 
 

@@ -1,8 +1,11 @@
 """The gate at the end of a run; that it passes for what was trained, the smoke run shows."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from specdec_runtime.stats import AcceptanceStats
 from tests.export_folders import write_causal_lm, write_target
@@ -16,24 +19,58 @@ from train.export.run_folder import export_formats
 CONFIG = AcceptanceConfig(num_prompts=4, max_new_tokens=12)
 
 
-def test_another_acceptance_or_another_text_fails_the_gate(monkeypatch):
+def verified(monkeypatch, seen: Observation, ours: Observation, **changed) -> str:
+    monkeypatch.setattr(gate, "observed_elsewhere", lambda *_, **__: [seen])
+    monkeypatch.setattr(gate, "observe", lambda *_, **__: ours)
+    given = {
+        "drafter": None,
+        "target": SimpleNamespace(model=SimpleNamespace(dtype=torch.float32)),
+        "target_name": "t",
+        "target_options": {},
+        "prompts": [[1]],
+        "config": CONFIG,
+        "trained_length": 2.0,
+    }
+    return verify_trained(Path("drafter"), **(given | changed))
+
+
+def seen(*accepted: int, proposals: int = 100, wrong: int = 0, text: int = 1) -> Observation:
+    """Four prompts, each with rounds of so many accepted tokens; `wrong` proposals are others."""
     row = AcceptanceStats()
-    row.add_round(3, 1)
-    cases: list[tuple[bool, float, str | None]] = [
-        (True, 2.0, None),
-        (True, 3.0, "what was written is not what was trained"),
-        (False, 2.0, "the text decoded with it is not the target's"),
-    ]
-    for same_text, trained, message in cases:
-        seen = Observation([], [[1]], [row] * 4, same_text)
-        monkeypatch.setattr(gate, "observed_elsewhere", lambda *_, seen=seen, **__: [seen])
-        given = {"target": "t", "target_options": {}, "prompts": [[1]], "config": CONFIG}
-        if message is None:
-            said = verify_trained(Path("drafter"), trained_length=trained, **given)
-            assert "acceptance length 2.000, in training 2.000" in said
-            continue
-        with pytest.raises(ValueError, match=message):
-            verify_trained(Path("drafter"), trained_length=trained, **given)
+    for number in accepted:
+        row.add_round(3, number)
+    proposed = [[2]] * wrong + [[1]] * (proposals - wrong)
+    return Observation(proposed, [[text]], [row] * 4, same_text=text == 1)
+
+
+def test_the_folder_of_what_was_trained_passes(monkeypatch):
+    said = verified(monkeypatch, seen(1), seen(1))
+    assert "proposals at 100.0% of 100 contexts, acceptance length 2.000, in training 2.000" in said
+    few = seen(1, proposals=7)  # short prompts hold no more
+    assert "100.0% of 7 contexts" in verified(monkeypatch, few, few)
+
+
+@pytest.mark.parametrize(
+    ("found", "changed", "message"),
+    [
+        (seen(1), {"trained_length": 3.0}, "what was written is not what was trained"),
+        (seen(1, text=2), {}, "the text decoded with it is not the target's"),
+        (seen(1, wrong=1), {}, "99.0% of 100 contexts have the same proposal, expected 100%"),
+        (seen(0, 2), {}, "acceptance at position 1 is 0.500, the drafter's 0.000"),
+    ],
+)
+def test_another_proposal_acceptance_or_text_fails_the_gate(monkeypatch, found, changed, message):
+    with pytest.raises(ValueError, match=message):
+        verified(monkeypatch, found, seen(1, 1), **changed)
+
+
+def test_a_rounded_target_and_drawn_texts_are_judged_for_what_they_are(monkeypatch):
+    short = SimpleNamespace(model=SimpleNamespace(dtype=torch.bfloat16))
+    assert "99.0%" in verified(monkeypatch, seen(1, wrong=1), seen(1), target=short)
+    with pytest.raises(ValueError, match=r"98\.0% of 100 contexts"):
+        verified(monkeypatch, seen(1, wrong=2), seen(1), target=short)
+    drawn = replace(CONFIG, temperature=1.0)
+    assert "2.000" in verified(monkeypatch, seen(1, text=2), seen(1), config=drawn)
 
 
 def test_formats_asked_for_are_exported_verified_and_served_again_and_again(tmp_path, monkeypatch):

@@ -4,34 +4,26 @@ import json
 import shutil
 from contextlib import redirect_stdout
 from io import StringIO
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from specdec_runtime.stats import AcceptanceStats
-from tests.export_folders import toy_tokenizer, write_causal_lm, write_eagle3, write_target
+from tests.export_folders import (
+    observed_here,
+    request_for,
+    write_causal_lm,
+    write_eagle3,
+    write_target,
+)
 from train.export import parity
 from train.export.causes import likely_causes
 from train.export.exporting import export
-from train.export.observation import NUM_CONTEXTS, QUESTIONS, Observation
+from train.export.observation import NUM_CONTEXTS, Observation
 from train.export.parity import EXACT, compare
-from train.export.parity_process import answer, main
+from train.export.parity_process import main
 from train.export.registry import FORMATS
 from train.export.runtime_folder import runtime_folder
-
-
-def request_for(target: Path, folders: list[Path]) -> dict:
-    tokenizer = toy_tokenizer()
-    return {
-        "target": str(target),
-        "target_options": {},
-        "template_options": {},
-        "prompts": [tokenizer(question).input_ids for question in QUESTIONS[:6]],
-        "asks": True,
-        "folders": [str(folder) for folder in folders],
-        "settings": {"num_draft_tokens": 3},
-    }
 
 
 def answered(request: dict) -> list[dict]:
@@ -112,10 +104,6 @@ def test_another_forward_pass_fails_the_gate(observed, kind, name):
 
 
 def test_verifying_passes_what_was_exported_and_lists_causes_otherwise(tmp_path, monkeypatch):
-    def observed_here(name, folders, *, settings, **_):
-        found = answer(request_for(name, folders) | {"settings": settings})
-        return [Observation.of_json(content) for content in found]
-
     monkeypatch.setattr(parity, "observed_elsewhere", observed_here)
     target = write_target(tmp_path / "target")
     done = export(write_eagle3(tmp_path / "eagle3", target), tmp_path / "out", engine="vllm")

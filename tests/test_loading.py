@@ -221,6 +221,11 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
     save_file(weights, torn / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"1 weights are missing, model.layers.1.mlp.up_proj"):
         load_target(torn)
+    pickled = save_model(tmp_path / "pickled", 0)
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")
+    (pickled / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="no model can be loaded"):
+        load_target(pickled)
     large = byte_level_tokenizer([f" w{n}" for n in range(30)])
     with pytest.raises(ValueError, match="the model only"):
         load_target(save_model(tmp_path / "small", 0, tokenizer=large))

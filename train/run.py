@@ -117,7 +117,7 @@ def _run_stages(job: Job) -> RunResult:
         state = train_drafter(job, material, training)
         folder = on_main(job.accelerator, lambda: export(job))
         on_main(job.accelerator, lambda: check_folder(job, material, training, folder))
-        on_main(job.accelerator, lambda: verify_folder(job, training, folder, state))
+        on_main(job.accelerator, lambda: verify_folder(job, material, training, folder, state))
         summary = on_main(job.accelerator, lambda: evaluate_folder(job, material, folder, state))
         on_main(job.accelerator, lambda: export_for_engines(job, folder))
     summary["seconds"] = round(time.monotonic() - started, 1)

@@ -12,7 +12,7 @@ from distill.batches import BatchStream
 from distill.live_signals import LiveSignals
 from distill.losses import LossConfig, LossName
 from distill.on_policy import Proposer
-from distill.recipe import RefreshableDrafter
+from distill.recipe import Recipe, RefreshableDrafter
 from distill.signal_forms import SignalForm
 from eval.former_failures import read_failures
 from eval.run import evaluate
@@ -203,10 +203,7 @@ def check_folder(job: Job, material: Material, training: Training, folder: Path)
     """
     job.stage = "wiring"
     recipe, config = training.start.recipe, job.config
-    restore_weights(read_checkpoint(job.run_dir / "best"), training.parts.whole)
-    # Frozen parts are read when the objective is made: also they have to be those that were written.
-    written = recipe.snapshot()
-    written.module = recipe.written(training.start.target_dtype).float()
+    written = _written(job, training)
     drafter = load_drafter(
         folder, material.target, engine=config.target.engine, **recipe.scored_settings
     )
@@ -228,8 +225,21 @@ def check_folder(job: Job, material: Material, training: Training, folder: Path)
     job.log.write("wiring", job.state.step, wiring_values(found))
 
 
-def verify_folder(job: Job, training: Training, folder: Path, state: TrainState) -> None:
-    """Another process loads what was written, and has to accept it as often as training did.
+def _written(job: Job, training: Training) -> Recipe:
+    """The best checkpoint's drafter in memory, with its weights as they were written, in float32."""
+    recipe = training.start.recipe
+    restore_weights(read_checkpoint(job.run_dir / "best"), training.parts.whole)
+    # Frozen parts are read when the objective is made: also they have to be those that were written.
+    written = recipe.snapshot()
+    written.module = recipe.written(training.start.target_dtype).float()
+    return written
+
+
+def verify_folder(
+    job: Job, material: Material, training: Training, folder: Path, state: TrainState
+) -> None:
+    """Another process loads what was written: it drafts what the trained drafter drafts, and is
+    accepted as often.
 
     Raises:
         ValueError: if it does not, or its text is not the target's.
@@ -240,7 +250,9 @@ def verify_folder(job: Job, training: Training, folder: Path, state: TrainState)
     config = job.config
     said = verify_trained(
         folder,
-        target=config.target.model,
+        drafter=_written(job, training).drafter(engine=config.target.engine),
+        target=material.target,
+        target_name=config.target.model,
         target_options={
             "dtype": config.target.dtype,
             "device": config.target.device,

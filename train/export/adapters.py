@@ -57,6 +57,8 @@ def merged_module(folder: Path, text_ids: Tensor, *, dtype: torch.dtype | None) 
     Raises:
         ValueError: if a weight of the adapter has no place in the model, or one is missing.
     """
+    if not (folder / ADAPTER_WEIGHTS).is_file():
+        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: pickled adapters are not read")
     base = load_module(base_model(folder), device="cpu")
     stored_dtype = base.dtype
     base.float()
@@ -85,8 +87,6 @@ def merged_module(folder: Path, text_ids: Tensor, *, dtype: torch.dtype | None) 
 
 def _check_keys(adapted: PeftModel, folder: Path) -> None:
     path = folder / ADAPTER_WEIGHTS
-    if not path.is_file():
-        raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: pickled adapters are not read")
     with safe_open(path, "pt") as file:
         stored = set(file.keys())
     expected = set(get_peft_model_state_dict(adapted))

@@ -1,8 +1,9 @@
 """The parity gate in the serving engine itself: its text and acceptance beside our runtime's.
 
 Same prompts, same draft length, everything in float32. Greedy text has to be that of plain decoding,
-near-ties apart; acceptance length and acceptance by position have to agree within their intervals.
-When tokens are drawn, only acceptance can be compared: engines draw in other ways than we do.
+near-ties apart; drawn text has to be drawn from the target's distribution (drawn_text.py), since
+engines draw in other ways than we do. Acceptance length and acceptance by position have to agree within
+their intervals.
 """
 
 import tempfile
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from eval.acceptance import length_interval, measure_acceptance, position_intervals
-from eval.intervals import Interval
+from eval.intervals import Interval, proportion_interval
 from specdec_runtime.loading import load_drafter, load_target
 from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import Target
 from train.export.causes import likely_causes
+from train.export.drawn_text import DrawnText, drawn_text
 from train.export.engines import ENGINES, Served, environments, python_of, serve
 from train.export.observation import fixed_prompts
 from train.export.registry import format_named
@@ -27,7 +29,6 @@ from train.export.source import Source
 
 NEAR_TIE = 2e-3  # of logits around 20: 1e-4 of them, as sums in another order differ
 ALLOWED = 0.1  # of acceptance length, where both decoded the same text
-NARROWEST = 0.05  # of a position's share: where nothing was accepted, resampling finds no width
 MAX_NEW_TOKENS = 40
 TEMPERATURES = (0.0, 1.0)
 # They draft their likeliest token at any temperature: so does ours, beside them.
@@ -39,7 +40,7 @@ class EngineParity:
     """An engine beside our runtime, at one temperature.
 
     differences: (prompt, position, top-two gap of the target there) of each greedy text that is not
-    the plain one. ours, theirs: counts of each prompt.
+    the plain one. ours, theirs: counts of each prompt. drawn: the engine's text at T > 0.
     """
 
     engine: str
@@ -47,6 +48,7 @@ class EngineParity:
     differences: list[tuple[int, int, float]]
     ours: list[AcceptanceStats]
     theirs: list[AcceptanceStats]
+    drawn: DrawnText | None = None
 
     def problems(self) -> list[str]:
         """What differs beyond near-ties and intervals, one line each."""
@@ -56,20 +58,17 @@ class EngineParity:
             for number, position, gap in self.differences
             if gap > NEAR_TIE
         ]
+        if self.drawn is not None and not self.drawn.is_the_targets:
+            found.append(f"its drawn text is not the target's: {self.drawn.describe()}")
         ours, theirs = length_interval(self.ours), length_interval(self.theirs)
         assert ours.value is not None
         assert theirs.value is not None
         is_far = self.temperature == 0 and abs(ours.value - theirs.value) > ALLOWED
         if is_far or ours.overlaps(theirs) is False:
             found.append(f"acceptance length is {_shown(theirs)}, ours {_shown(ours)}")
-        positions = zip(
-            position_intervals(self.ours), position_intervals(self.theirs), strict=False
-        )
+        positions = zip(by_position(self.ours), by_position(self.theirs), strict=False)
         for i, (here, there) in enumerate(positions):
-            assert here.value is not None
-            assert there.value is not None
-            is_far = abs(here.value - there.value) > NARROWEST
-            if is_far and here.overlaps(there) is False:
+            if here.overlaps(there) is False:
                 found.append(f"acceptance at position {i} is {_shown(there)}, ours {_shown(here)}")
         return found
 
@@ -83,7 +82,7 @@ class EngineParity:
         cells = [
             self.engine,
             f"T={self.temperature:g}",
-            text if self.temperature == 0 else "drawn",
+            text if self.drawn is None else f"drawn: {self.drawn.describe()}",
             f"{_shown(length_interval(self.theirs))}, {_shown(length_interval(self.ours))}",
             f"{self._by_position(self.theirs)}, {self._by_position(self.ours)}",
         ]
@@ -91,8 +90,24 @@ class EngineParity:
 
     @staticmethod
     def _by_position(rows: list[AcceptanceStats]) -> str:
-        found = [f"{one.value:.3f}" for one in position_intervals(rows)]
+        found = [f"{one.value:.3f}" for one in by_position(rows)]
         return " ".join(found) or "not reported"
+
+
+def by_position(rows: list[AcceptanceStats]) -> list[Interval]:
+    """Acceptance by position; the wider of the intervals over prompts and over rounds.
+
+    Where a position was never accepted, resampling prompts finds no width.
+    """
+    found = []
+    rounds = sum(row.num_rounds for row in rows)
+    for over_prompts in position_intervals(rows):
+        assert over_prompts.value is not None
+        over_rounds = proportion_interval(over_prompts.value * rounds, rounds)
+        lows = [x.low for x in (over_prompts, over_rounds) if x.low is not None]
+        highs = [x.high for x in (over_prompts, over_rounds) if x.high is not None]
+        found.append(Interval(over_prompts.value, min(lows), max(highs)))
+    return found
 
 
 HEADER = (
@@ -145,9 +160,17 @@ def verify_engine(
             drawing: dict[str, Any] = {"temperature": 0.0} if greedily else {}
             drafter = load_drafter(own, target, **drawing)
             ours = measure_acceptance(target, drafter, prompts, temperature=temperature, **settings)
-            different = [] if temperature else first_differences(target, prompts, plain, served)
             found.append(
-                EngineParity(ENGINES[form], temperature, different, ours.prompts, served.rows)
+                EngineParity(
+                    ENGINES[form],
+                    temperature,
+                    [] if temperature else first_differences(target, prompts, plain, served),
+                    ours.prompts,
+                    served.rows,
+                    drawn_text(target, prompts, served.token_ids, temperature)
+                    if temperature
+                    else None,
+                )
             )
     _require_parity(found, source, folder, form)
     return found

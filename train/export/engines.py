@@ -5,6 +5,7 @@ knows nothing of ours; prompts go in as token ids, tokens and counts come back.
 """
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from specdec_runtime.stats import AcceptanceStats
 from train.export import for_llamacpp, for_vllm
 from train.export.gguf_model import write_gguf
 from train.export.source import Source, TargetFacts
+
+log = logging.getLogger(__name__)
 
 # Format -> the engine that reads it. SGLang has none: it does not install without CUDA.
 ENGINES = {
@@ -107,7 +110,7 @@ def target_gguf(target: TargetFacts, work: Path) -> Path:
 
 
 def call_driver(engine: str, request: dict[str, Any], *, script: str | None = None) -> list:
-    """Answers of an engine's driver.
+    """Answers of an engine's driver; what it says of the engine itself is logged.
 
     Args:
         script: of `drivers/`; None = the engine's decoding.
@@ -128,6 +131,8 @@ def call_driver(engine: str, request: dict[str, Any], *, script: str | None = No
         env=environment,
     )
     for line in done.stdout.splitlines():
+        if line.startswith("NOTE "):
+            log.warning(line.removeprefix("NOTE "))
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
     raise RuntimeError(f"{engine} failed: {done.stderr[-2000:]}")

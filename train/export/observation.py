@@ -7,6 +7,7 @@ drafters that are the same propose the same everywhere.
 Shapes: N contexts, K drafted tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -97,28 +98,33 @@ def observe(
     prompts: Sequence[Sequence[int]],
     plain: list[list[int]],
     settings: dict[str, Any],
-    *,
-    asks: bool = True,
 ) -> Observation:
     """Ask the drafter at every context of the target's plain answers, and decode with it.
 
     Args:
         plain: of `plain_answers` with the same settings.
-        asks: False only decodes.
     """
     num_draft_tokens = settings["num_draft_tokens"]
     measured = measure_acceptance(target, drafter, prompts, **settings)
+    missing = NUM_CONTEXTS - sum(map(len, plain))
+    tail = max(_PROMPT_TAIL, math.ceil(missing / len(prompts)))
     proposed: list[list[int]] = []
-    for prompt, answer in zip(prompts, plain, strict=True) if asks else ():
-        proposed += proposals(target, drafter, list(prompt), answer, num_draft_tokens)
+    for prompt, answer in zip(prompts, plain, strict=True):
+        proposed += proposals(target, drafter, list(prompt), answer, num_draft_tokens, tail=tail)
     return Observation(proposed, measured.token_ids, measured.prompts, measured.token_ids == plain)
 
 
 @torch.inference_mode()
 def proposals(
-    target: Target, drafter: Drafter, prompt: list[int], answer: list[int], num_draft_tokens: int
+    target: Target,
+    drafter: Drafter,
+    prompt: list[int],
+    answer: list[int],
+    num_draft_tokens: int,
+    *,
+    tail: int = _PROMPT_TAIL,
 ) -> list[list[int]]:
-    """[N][K] what is drafted after each of the last prompt tokens and each token of the answer."""
+    """[N][K] what is drafted after each of the last `tail` prompt tokens and each of the answer."""
     tokens = [*prompt, *answer]
     features = _target_states(target, drafter, tokens)
     sampler = Sampler(
@@ -132,7 +138,7 @@ def proposals(
     session = drafter.begin(1, len(tokens) + num_draft_tokens + 1, sampler)
     lengths = FixedLength(num_draft_tokens).begin(1)
     found, seen = [], 0
-    for end in range(max(2, len(prompt) - _PROMPT_TAIL), len(tokens) + 1):
+    for end in range(max(2, len(prompt) - tail), len(tokens) + 1):
         new = {k: states[:, seen : end - 1] for k, states in features.items()}
         committed = [tokens[:end]]
         asked = LengthRound(lengths, [0], [num_draft_tokens])

@@ -30,7 +30,8 @@ ROUNDED = 0.99  # where weights or arithmetic were rounded on the way
 class Parity:
     """How an exported folder compares with the drafter it was made from.
 
-    agreement: share of contexts with the same proposal; needed: what it has to be.
+    agreement: share of contexts with the same proposal; needed: what it has to be. num_wanted: contexts
+    to compare at least.
     """
 
     num_contexts: int
@@ -41,6 +42,7 @@ class Parity:
     theirs: list[Interval]
     lengths: tuple[float, float]
     causes: list[str]
+    num_wanted: int = NUM_CONTEXTS
 
     @property
     def passed(self) -> bool:
@@ -49,8 +51,8 @@ class Parity:
     def problems(self) -> list[str]:
         """What differs, one line each."""
         found = []
-        if self.num_contexts < NUM_CONTEXTS:
-            found.append(f"only {self.num_contexts} contexts were compared, of {NUM_CONTEXTS}")
+        if self.num_contexts < self.num_wanted:
+            found.append(f"only {self.num_contexts} contexts were compared, of {self.num_wanted}")
         if self.agreement < self.needed:
             found.append(
                 f"{self.agreement:.1%} of {self.num_contexts} contexts have the same proposal, "
@@ -132,7 +134,6 @@ def observed_elsewhere(
     template_options: dict[str, Any] | None = None,
     target_options: dict[str, str] | None = None,
     prompts: list[list[int]] | None = None,
-    asks: bool = True,
 ) -> list[Observation]:
     """What the drafters in `folders` do, seen by a fresh process that loads them from disk.
 
@@ -140,7 +141,6 @@ def observed_elsewhere(
         settings: of `observe`: num_draft_tokens and others.
         target_options: of `load_target`: dtype, device, engine.
         prompts: token ids; None = the fixed questions under `template_options`.
-        asks: False leaves the contexts out and only decodes.
 
     Raises:
         ValueError: the process could not load one of them; the message is its last line.
@@ -152,7 +152,6 @@ def observed_elsewhere(
         "template_options": template_options or {},
         "target_options": target_options or {},
         "prompts": prompts,
-        "asks": asks,
     }
     done = subprocess.run(
         [sys.executable, "-m", "train.export.parity_process"],

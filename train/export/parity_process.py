@@ -35,9 +35,7 @@ def answer(request: dict[str, Any]) -> list[dict[str, Any]]:
     for folder in request["folders"]:
         drafter = load_drafter(folder, target, engine=options.get("engine", "auto"))
         assert drafter is not None
-        found.append(
-            observe(target, drafter, prompts, plain, settings, asks=request["asks"]).as_json()
-        )
+        found.append(observe(target, drafter, prompts, plain, settings).as_json())
     return found
 
 

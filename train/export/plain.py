@@ -129,6 +129,12 @@ def _generation_settings(folder: Path, target: TargetFacts) -> list[str]:
             "generation_config.json: expected num_assistant_tokens with a constant schedule, else "
             "the draft length drifts away from the one that was measured"
         )
+    if found.assistant_confidence_threshold != 0:
+        problems.append(
+            f"generation_config.json: assistant_confidence_threshold is "
+            f"{found.assistant_confidence_threshold}, expected 0: drafts would end before the length "
+            "that was measured"
+        )
     eos = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
     if set(target.eos_token_ids) != {token_id for token_id in eos if token_id is not None}:
         problems.append(f"eos_token_id is {eos}, the target ends at {list(target.eos_token_ids)}")

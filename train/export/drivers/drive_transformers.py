@@ -20,6 +20,7 @@ def decode(
 ) -> dict:
     """One answer and its counts."""
     matches: list[int] = []
+    num_drafted = drafter.generation_config.num_assistant_tokens
     told = getattr(AssistedCandidateGenerator, _TOLD)
 
     def counted(self, input_ids, scores, num_matches):
@@ -41,12 +42,11 @@ def decode(
         )
     finally:
         setattr(AssistedCandidateGenerator, _TOLD, told)
-    longest = max(matches, default=0)
     return {
         "token_ids": ids[0, len(prompt) :].tolist(),
         "num_rounds": len(matches),
         "num_accepted": sum(matches),
-        "accepted_by_position": [sum(n > i for n in matches) for i in range(longest)],
+        "accepted_by_position": [sum(n > i for n in matches) for i in range(num_drafted)],
     }
 
 
