@@ -151,6 +151,18 @@ def measure_acceptance(
     )
 
 
+def joined(batches: Sequence[MeasuredAcceptance]) -> MeasuredAcceptance:
+    """Batches measured one after the other, as one measurement."""
+    return MeasuredAcceptance(
+        stats=sum((one.stats for one in batches), AcceptanceStats()),
+        prompts=[stats for one in batches for stats in one.prompts],
+        token_ids=[ids for one in batches for ids in one.token_ids],
+        finish_reasons=[reason for one in batches for reason in one.finish_reasons],
+        seconds=sum(one.seconds for one in batches),
+        kinds=[kinds for one in batches for kinds in one.kinds],
+    )
+
+
 def acceptance_result(
     counted: Counted,
     prompts: Sequence[EvalPrompt],

@@ -11,12 +11,14 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from eval.acceptance import (
     Counts,
     MeasuredAcceptance,
     acceptance_result,
+    joined,
     length_interval,
     measure_acceptance,
 )
@@ -266,27 +268,36 @@ def _decode(
     temperature: float,
     length: int,
 ) -> MeasuredAcceptance:
-    """Some prompts of a suite, decoded with a drafter or, `name` None, plainly."""
+    """Some prompts of a suite, decoded with a drafter or, `name` None, plainly; every batch of them
+    is kept once it is done."""
     config, prompts = setting.config, setting.suites[suite]
     kind = "greedy" if temperature == 0 else "sampled"
     title = f"plain {kind} texts" if name is None else f"{kind} decoding with {name}"
-
-    def compute() -> MeasuredAcceptance:
-        with setting.stage(f"{title}, {suite}", len(chosen)) as advance:
-            return measure_acceptance(
-                setting.target,
-                None if name is None else setting.drafters[name],
-                [prompts[i].token_ids for i in chosen],
-                num_draft_tokens=length,
-                max_new_tokens=config.max_new_tokens,
-                temperature=temperature,
-                seed=[_seed(config.seed, name is None, prompts[i].token_ids) for i in chosen],
-                batch_size=config.batch_size,
-                on_prompts=advance,
-            )
-
     part = f"{title} {suite} {temperature:g} {len(chosen)}"
-    return setting.parts.get(part, MeasuredAcceptance, compute)
+
+    def compute(batch: Sequence[int]) -> MeasuredAcceptance:
+        return measure_acceptance(
+            setting.target,
+            None if name is None else setting.drafters[name],
+            [prompts[i].token_ids for i in batch],
+            num_draft_tokens=length,
+            max_new_tokens=config.max_new_tokens,
+            temperature=temperature,
+            seed=[_seed(config.seed, name is None, prompts[i].token_ids) for i in batch],
+            batch_size=config.batch_size,
+        )
+
+    def all_batches() -> MeasuredAcceptance:
+        found = []
+        with setting.stage(f"{title}, {suite}", len(chosen)) as advance:
+            for first in range(0, len(chosen), config.batch_size):
+                batch = chosen[first : first + config.batch_size]
+                done = partial(compute, batch)
+                found.append(setting.parts.get(f"{part} from {first}", MeasuredAcceptance, done))
+                advance(len(batch))
+        return joined(found)
+
+    return setting.parts.get(part, MeasuredAcceptance, all_batches)
 
 
 def _seed(seed: int, is_plain: bool, token_ids: Sequence[int]) -> int:

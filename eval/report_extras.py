@@ -1,7 +1,5 @@
 """Tables beside the main ones: what would help, details, what is measured on request."""
 
-from collections.abc import Callable
-
 from eval.breakdown import BY_CATEGORY
 from eval.definitions import other_numbers
 from eval.groups import BreakdownResult, CategoryResult
@@ -65,27 +63,24 @@ def former_failures_table(results: Results) -> Table:
 
 
 def breakdown_table(results: Results, drafter: str, by: str) -> Table:
-    """Acceptance of one drafter by kind of place, greedy and sampled side by side."""
-    rows: dict[tuple[str, str], dict[bool, BreakdownResult]] = {}
+    """Acceptance of one drafter by kind of place: greedy, and the sampled rate beside it."""
+    rows: dict[tuple[str, str], list[BreakdownResult | None]] = {}  # greedy, sampled
     told = _with_categories(results) if by == BY_CATEGORY else {s.name for s in results.suites}
     for one in results.breakdown:
         if (one.drafter, one.by) == (drafter, by) and one.suite in told:
-            rows.setdefault((one.suite, one.group), {})[one.temperature == 0] = one
+            rows.setdefault((one.suite, one.group), [None, None])[one.temperature > 0] = one
     return Table(
         f"By {by}: {drafter}",
         [
-            *("prompts", by, "acceptance rate", "sampled", "where reached", "sampled"),
-            *("tokens a round", "sampled", "agreement", "overlap", "drafted"),
+            *("prompts", by, "acceptance rate", "sampled", "where reached", "tokens a round"),
+            *("agreement", "overlap", "drafted"),
         ],
         [
             [
                 *map(Cell, place),
-                *_both(found, lambda one: one.acceptance_rate),
-                *_both(found, lambda one: one.conditional_acceptance),
-                *_both(found, lambda one: one.acceptance_length),
-                interval(found[True].agreement) if True in found else Cell("n/a"),
-                interval(found[True].overlap) if True in found else Cell("n/a"),
-                Cell(f"{found[True].num_drafted:.0f}" if True in found else "n/a"),
+                *(interval(one.acceptance_rate if one else None) for one in found),
+                *(interval(value) for value in _greedy_values(found[0])),
+                Cell(f"{found[0].num_drafted:.0f}" if found[0] else "n/a"),
             ]
             for place, found in rows.items()
         ],
@@ -93,13 +88,14 @@ def breakdown_table(results: Results, drafter: str, by: str) -> Table:
     )
 
 
-def _both(
-    found: dict[bool, BreakdownResult], value: Callable[[BreakdownResult], Interval]
-) -> list[Cell]:
-    """At temperature 0, and at the sampling temperature."""
+def _greedy_values(found: BreakdownResult | None) -> list[Interval | None]:
+    if found is None:
+        return [None] * 4
     return [
-        interval(value(found[greedy])) if greedy in found else Cell("n/a")
-        for greedy in (True, False)
+        found.conditional_acceptance,
+        found.acceptance_length,
+        found.agreement,
+        found.overlap,
     ]
 
 
@@ -173,6 +169,61 @@ def definition_table(result: AcceptanceResult) -> Table:
         rows,
         text_columns=frozenset({0, 1, 2}),
     )
+
+
+def length_table(results: Results, drafter: str, suite: str) -> Table:
+    """Predicted speedup by draft length, beside what was measured."""
+    prediction = next(
+        (p for p in results.predictions if (p.drafter, p.suite) == (drafter, suite)), None
+    )
+    sampled = next(
+        (r for r in results.sampled_replay if (r.drafter, r.suite) == (drafter, suite)), None
+    )
+    lengths = sampled.lengths if sampled is not None else []
+    expected = {one.num_draft_tokens: one.acceptance_length for one in lengths}
+    measured = {
+        s.num_draft_tokens: s
+        for s in results.speed
+        if (s.drafter, s.suite, s.is_auto) == (drafter, suite, False)
+    }
+    rows = []
+    for length in prediction.lengths if prediction else []:
+        speed = measured.get(length.num_draft_tokens)
+        rows.append(
+            [
+                Cell(str(length.num_draft_tokens)),
+                number(length.acceptance_length),
+                interval(expected.get(length.num_draft_tokens)),
+                number(length.speedup),
+                interval(speed.decode_speedup) if speed else Cell(""),
+                _break_even(length.break_even_acceptance),
+            ]
+        )
+    return Table(
+        f"Draft length: {drafter} on {suite}",
+        [
+            "draft length",
+            "acceptance length",
+            "sampled",
+            "predicted",
+            "measured",
+            "break-even acceptance",
+        ],
+        rows,
+        note=(
+            "Greedy; sampled: the acceptance length to be expected at the sampling temperature. "
+            "Speedups of decoding alone. Break-even above 1: not even a perfect drafter would pay."
+        ),
+        main_rows=frozenset(
+            i
+            for i, length in enumerate(prediction.lengths if prediction else [])
+            if prediction and length.num_draft_tokens == prediction.best_num_draft_tokens
+        ),
+    )
+
+
+def _break_even(value: float | None) -> Cell:
+    return Cell("above 1") if value is None else number(value)
 
 
 def baseline_table(results: Results) -> Table:

@@ -20,6 +20,7 @@ from eval.report_extras import (
     definition_table,
     difference_table,
     former_failures_table,
+    length_table,
     parts_table,
     policy_table,
     rival_table,
@@ -42,7 +43,6 @@ from eval.report_tables import (
     exactness_table,
     facts_table,
     interval,
-    length_table,
     number,
     replay_table,
     speed_table,
@@ -54,9 +54,9 @@ from eval.verdict import fastest
 
 MAX_WEAK_PREFIXES = 12  # rows of the table; all of them are in failures.jsonl
 BREAKDOWN_NOTE = (
-    "Acceptance rate: accepted / drafted, of the tokens that were to stand at such places. Where "
-    "reached: the same of those with everything drafted in front of them kept. Tokens a round: of "
-    "rounds that begin there. Agreement: share of all such tokens that the drafter would have "
+    "Acceptance rate: accepted / drafted, of the tokens that were to stand at such places; greedy, and "
+    "sampled. The rest is greedy. Where reached: the rate of those with everything drafted in front of "
+    "them kept. Tokens a round: of rounds that begin there. Agreement: share of all such tokens that the drafter would have "
     "proposed, wherever rounds begin; overlap: mean of sum(min(target, draft)) there."
 )
 MAX_PROMPT_CHARS = 240  # of a prompt above its trace

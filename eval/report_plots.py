@@ -108,10 +108,12 @@ def position_plot(chosen: list[AcceptanceResult], suite: str) -> str:
 
 
 def breakdown_plot(results: Results, drafter: str, by: str, label: str, temperature: float) -> str:
-    """Acceptance rate of one drafter by ranges of something, a line a suite."""
+    """Acceptance rate of one drafter by ranges of something, a line a suite; empty for one range."""
     key = (drafter, by, temperature)
     chosen = [b for b in results.breakdown if (b.drafter, b.by, b.temperature) == key]
     groups = list(dict.fromkeys(b.group for b in sorted(chosen, key=lambda b: _edge(b.group))))
+    if len(groups) < 2:
+        return ""
     series = []
     for colour, suite in enumerate(suite.name for suite in results.suites):
         offset = 0.06 * colour  # apart, so that both intervals are seen

@@ -251,57 +251,6 @@ def replay_table(results: Results) -> Table:
     )
 
 
-def length_table(results: Results, drafter: str, suite: str) -> Table:
-    """Predicted speedup by draft length, beside what was measured."""
-    prediction = next(
-        (p for p in results.predictions if (p.drafter, p.suite) == (drafter, suite)), None
-    )
-    sampled = next(
-        (r for r in results.sampled_replay if (r.drafter, r.suite) == (drafter, suite)), None
-    )
-    lengths = sampled.lengths if sampled is not None else []
-    expected = {one.num_draft_tokens: one.acceptance_length for one in lengths}
-    measured = {
-        s.num_draft_tokens: s
-        for s in results.speed
-        if (s.drafter, s.suite, s.is_auto) == (drafter, suite, False)
-    }
-    rows = []
-    for length in prediction.lengths if prediction else []:
-        speed = measured.get(length.num_draft_tokens)
-        rows.append(
-            [
-                Cell(str(length.num_draft_tokens)),
-                number(length.acceptance_length),
-                interval(expected.get(length.num_draft_tokens)),
-                number(length.speedup),
-                interval(speed.decode_speedup) if speed else Cell(""),
-                number(length.break_even_acceptance),
-            ]
-        )
-    return Table(
-        f"Draft length: {drafter} on {suite}",
-        [
-            "draft length",
-            "acceptance length",
-            "sampled",
-            "predicted",
-            "measured",
-            "break-even acceptance",
-        ],
-        rows,
-        note=(
-            "Greedy; sampled: the acceptance length to be expected at the sampling temperature. "
-            "Speedups of decoding alone, prefill excluded."
-        ),
-        main_rows=frozenset(
-            i
-            for i, length in enumerate(prediction.lengths if prediction else [])
-            if prediction and length.num_draft_tokens == prediction.best_num_draft_tokens
-        ),
-    )
-
-
 def cost_table(results: Results) -> Table:
     """Measured costs in passes of the target over one token."""
     longest = max((c.costs.max_draft_tokens for c in results.costs), default=0)

@@ -159,10 +159,12 @@ def target_name(config: EvalConfig, manifest: DrafterManifest | None) -> str:
     """The target to load.
 
     Raises:
-        ValueError: neither the settings nor a drafter folder name one.
+        ValueError: neither the settings nor a drafter folder name one, or there is no such folder.
     """
     if config.target.model is not None:
         return config.target.model
+    if config.drafter.startswith(("/", ".")) and not Path(config.drafter).exists():
+        raise ValueError(f"drafter={config.drafter}: no such folder")
     if manifest is None or not manifest.target.name:
         raise ValueError(
             f"drafter={config.drafter} does not say which target it belongs to: give target=..."

@@ -127,6 +127,11 @@ def test_one_command_measures_a_drafter_folder_on_its_runs_prompts(
     assert results.verdicts[0].sentence.split(";")[0] in " ".join(printed.split())
 
 
+def test_a_drafter_folder_that_is_not_there_is_said_to_be_missing(monkeypatch, capsys):
+    assert run_main(monkeypatch, "drafter=./not/there") == 1
+    assert "drafter=./not/there: no such folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -193,6 +193,28 @@ def test_sampled_acceptance_is_checked_by_decoding_where_that_is_asked_for(targe
     assert unchecked.agrees is None
 
 
+def test_an_interrupted_evaluation_goes_on_behind_the_batches_that_are_done(
+    target, tmp_path, monkeypatch
+):
+    real, asked = measure_acceptance, []
+
+    def stops_in_the_second_batch(found_target, drafter, prompts, **options):
+        asked.append(len(prompts))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return real(found_target, drafter, prompts, **options)
+
+    monkeypatch.setattr("eval.measured_acceptance.measure_acceptance", stops_in_the_second_batch)
+    settings = [setting_of(target, None, batch_size=3) for _ in range(2)]
+    for setting in settings:
+        setting.parts = Parts(tmp_path, "")
+    with pytest.raises(KeyboardInterrupt):
+        plain(settings[0], "s", 1.0)
+    texts = plain(settings[1], "s", 1.0).token_ids
+    assert asked == [3, 1, 1]  # three of four were not asked again
+    assert texts == plain(setting_of(target, None), "s", 1.0).token_ids
+
+
 def test_a_prompt_has_its_sampled_text_whatever_prompts_are_beside_it(target):
     setting = setting_of(target, half_right_draft())
     together = plain(setting, "s", 1.0).token_ids
