@@ -6,8 +6,11 @@ from contextlib import redirect_stdout
 from io import StringIO
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
+from specdec_runtime.drafters.early_exit import EarlyExitDrafter
+from specdec_runtime.loading import load_target
 from specdec_runtime.stats import AcceptanceStats
 from tests.export_folders import (
     observed_here,
@@ -19,7 +22,7 @@ from tests.export_folders import (
 from train.export import parity
 from train.export.causes import likely_causes
 from train.export.exporting import export
-from train.export.observation import NUM_CONTEXTS, Observation
+from train.export.observation import NUM_CONTEXTS, Observation, proposals
 from train.export.parity import EXACT, compare
 from train.export.parity_process import main
 from train.export.registry import FORMATS
@@ -114,6 +117,18 @@ def test_verifying_passes_what_was_exported_and_lists_causes_otherwise(tmp_path,
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 10.0}))
     with pytest.raises(ValueError, match=r"have the same proposal.*Looked at: template: the one"):
         parity.verify(done.source, done.folder, engine="vllm")
+
+
+def test_early_layers_of_the_target_are_asked_on_its_own_cache(tmp_path):
+    target = load_target(write_target(tmp_path / "target"), dtype=torch.float32)
+    drafter = EarlyExitDrafter(target.model, exit_layer=3)
+    text = list(range(5, 30))
+    found = proposals(target, drafter, text[:20], text[20:], 2)
+    assert {len(draft) for draft in found} == {2}
+    places = range(12, 26)  # eight in the prompt, five in the answer and its end
+    tokens, cache = torch.tensor([text]), target.model.new_cache(1, 32)
+    logits = target.model.forward(tokens, cache, layers=(0, 3), early_head=True).logits
+    assert [draft[0] for draft in found] == logits[0].argmax(-1)[[n - 1 for n in places]].tolist()
 
 
 def test_acceptance_beyond_the_interval_and_other_text_are_problems():

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from eval.acceptance import measure_acceptance
-from specdec_runtime.draft import Drafter
+from specdec_runtime.draft import Drafter, TargetSharing
 from specdec_runtime.draft_length import FixedLength, LengthRound
+from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.sampling_settings import SamplingSettings
 from specdec_runtime.stats import AcceptanceStats
@@ -135,11 +136,18 @@ def proposals(
         real_vocab_size=target.real_vocab_size,
         device=target.model.device,
     )
-    session = drafter.begin(1, len(tokens) + num_draft_tokens + 1, sampler)
+    capacity = len(tokens) + num_draft_tokens + 1
+    session = drafter.begin(1, capacity, sampler)
+    cache = target.model.new_cache(1, capacity)
+    if isinstance(session, TargetSharing):
+        session.share(cache)
     lengths = FixedLength(num_draft_tokens).begin(1)
     found, seen = [], 0
     for end in range(max(2, len(prompt) - tail), len(tokens) + 1):
         new = {k: states[:, seen : end - 1] for k, states in features.items()}
+        if isinstance(drafter, EarlyExitDrafter):  # drafts on what verification left in the cache
+            new_ids, layers = torch.tensor([tokens[seen : end - 1]]), (0, drafter.exit_layer)
+            target.model.forward(new_ids, cache, logits=False, layers=layers)
         committed = [tokens[:end]]
         asked = LengthRound(lengths, [0], [num_draft_tokens])
         draft = session.propose([0], committed, asked, new or None)
