@@ -15,6 +15,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from specdec_runtime.sampling import SamplingSettings
 from specdec_runtime.stopping import Stopping
 from specdec_runtime.target import Target
+from specdec_runtime.text import require_unicode
 
 # Arguments of transformers' `generate` that mean another algorithm, and the value that is no-op.
 _ONE_SEQUENCE = {"num_beams": 1, "num_return_sequences": 1, "num_beam_groups": 1}
@@ -137,6 +138,7 @@ def _checked_prompt(target: Target, prompt: Any, row: int) -> list[int]:
     if isinstance(prompt, str):
         if target.tokenizer is None:
             raise ValueError("text prompts need the target's tokenizer: use load_target, or ids")
+        require_unicode(prompt)
         prompt = target.tokenizer(prompt).input_ids
     try:
         ids = [operator.index(token) for token in prompt]

@@ -15,7 +15,7 @@ from specdec_runtime.formats import DrafterManifest, is_drafter_folder, read_man
 from specdec_runtime.loading import load_drafter, load_target
 from specdec_runtime.results import Generation
 from specdec_runtime.target import Target
-from specdec_runtime.text import TextStream
+from specdec_runtime.text import TextStream, require_unicode
 
 _DEFAULT_NUM_DRAFT_TOKENS = 4
 _COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m"}
@@ -91,6 +91,7 @@ def _prompt_ids(
     target: Target, prompt: str, manifest: DrafterManifest | None, *, as_chat: bool
 ) -> list[int]:
     """The prompt as a chat turn, with the template options that the drafter was trained with."""
+    require_unicode(prompt)
     tokenizer = target.tokenizer
     if not as_chat or not tokenizer.chat_template:
         return tokenizer(prompt).input_ids

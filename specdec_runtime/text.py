@@ -110,3 +110,18 @@ class StopStrings:
             return len(text) - min(ends)
         self._tail = text[-self._keep :] if self._keep else ""
         return None
+
+
+def require_unicode(text: str) -> None:
+    """A command line or file in another encoding leaves halves of characters, which no tokenizer takes.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt holds {text[error.start]!r} at character {error.start}, which is no text: "
+            "give it in UTF-8"
+        ) from None

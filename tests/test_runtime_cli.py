@@ -92,6 +92,7 @@ def test_options_reach_the_decoder(folders, capsys):
         (("{target}", "x", "--dtype", "int3"), "--dtype is 'int3'"),
         (("{target}", "x", "--drafter", "none", "--target", "{target}"), "give one"),
         (("{target}", ""), "prompt 0 is empty"),
+        (("{target}", "a\udcff"), r"holds '\\udcff' at character 1.*in UTF-8"),
     ],
 )
 def test_mistakes_end_in_one_line_and_a_code(folders, capsys, arguments, message):
