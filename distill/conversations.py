@@ -204,6 +204,10 @@ class _Reader:
         value = self._named[column]
         if isinstance(value, str):
             return ({"role": role, "content": value},)
+        if not isinstance(value, list):
+            raise self._error(
+                f"{column} must be a text or a list of messages, got {type(value).__name__}"
+            )
         return self._messages(value, column)
 
     def _messages(self, value: Any, column: str) -> tuple[Message, ...]:

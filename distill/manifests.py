@@ -83,7 +83,12 @@ class FolderKind:
         path = folder / self.file_name
         if not path.is_file():
             raise ValueError(f"{folder} holds no {self.what} ({self.file_name} is missing)")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            manifest = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged ({error}): make the {self.what} again") from None
+        if not isinstance(manifest, dict):
+            raise ValueError(f"{path} is no manifest: make the {self.what} again")
         if manifest.get("format_version") != self.format_version:
             raise ValueError(
                 f"{path} has format {manifest.get('format_version')}, this version reads "

@@ -126,12 +126,12 @@ def _all_rows(config: DatasetConfig) -> Iterator[Row]:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    """One object a line; a .json file may also be one array of objects."""
-    if path.suffix == ".json" and (records := _json_array(path)) is not None:
+    """One object a line; a .json file may also be one array of objects, or one object."""
+    if path.suffix == ".json" and (records := _json_document(path)) is not None:
         for number, record in enumerate(records, start=1):
             yield Row(f"{path} item {number}", record)
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8-sig") as lines:
         try:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
@@ -140,13 +140,18 @@ def _json_rows(path: Path) -> Iterator[Row]:
             raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
 
 
-def _json_array(path: Path) -> list[Any] | None:
-    """The items of a file that is one array; None if it is not."""
+def _json_document(path: Path) -> list[Any] | None:
+    """The items of a file that is one array, the object of one that is one; None if it is neither."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
-    return _parsed(text, str(path)) if text.lstrip().startswith("[") else None
+    if text.lstrip().startswith("["):
+        return _parsed(text, str(path))
+    try:
+        return [json.loads(text)]
+    except json.JSONDecodeError:  # one object a line, or what its line is named for
+        return None
 
 
 def _parsed(text: str, place: str) -> Any:

@@ -252,6 +252,11 @@ def test_prompts_that_are_too_long_are_left_out_and_none_left_is_an_error(
     config = dataclasses.replace(SETTINGS, max_prompt_tokens=5)
     with pytest.raises(ValueError, match="none of the 16 prompts fits into 5 tokens"):
         write_answers(target, prompts, config, tmp_path / "none")
+    config = dataclasses.replace(SETTINGS, max_new_tokens=10_000)
+    with pytest.raises(
+        ValueError, match=r"answers.max_new_tokens=10000 leaves no room for a prompt"
+    ):
+        write_answers(target, prompts, config, tmp_path / "endless")
 
 
 def test_the_size_is_said_before_anything_is_written(
@@ -276,6 +281,10 @@ def test_a_folder_of_something_else_or_in_use_is_refused(target, prompts, tmp_pa
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds notes.txt and no answers.json"):
         write_answers(target, prompts, SETTINGS, tmp_path)
+    for content, message in (("{", r"answers.json is damaged \(Exp"), ("[]", "is no manifest")):
+        (tmp_path / "answers.json").write_text(content)
+        with pytest.raises(ValueError, match=f"{message}.*make the answers again"):
+            write_answers(target, prompts, SETTINGS, tmp_path)
     with (
         exclusive(tmp_path / "used" / ".lock"),
         pytest.raises(ValueError, match="another process is writing"),

@@ -185,6 +185,7 @@ def test_the_id_of_a_prompt_depends_on_what_is_rendered_alone(tmp_path):
         ('{"messages": "hello"}', r"mine.jsonl:2: messages must be a list"),
         ('{"turns": []}', r"mine.jsonl:2: no user says"),
         ('{"turns": [3]}', r"mine.jsonl:2: turns must be a list of texts"),
+        ('{"prompt": 3}', r"mine.jsonl:2: prompt must be a text or a list of messages, got int"),
         ('{"prompt": "x", "tools": ["f"]}', r"mine.jsonl:2: tools must be a list of objects"),
     ],
 )
@@ -195,6 +196,18 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path, line, message):
         prompts(path)
     if "not JSON" not in message:
         assert len(prompts(path, skip_bad_rows=True)) == 1
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text_and_one_object_is_one_row(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [said(p)[0][1] for p in prompts(tmp_path / "p.jsonl")] == ["a", "b"]
+    (tmp_path / "q.json").write_bytes(b'\xef\xbb\xbf{\n "prompt": "a"\n}\n')
+    assert len(prompts(tmp_path / "q.json")) == 1
+    (tmp_path / "q.json").write_text('{\n "data": [{"prompt": "a"}]\n}\n')
+    with pytest.raises(
+        ValueError, match=r"q.json item 1: expected a column .* got data: .* columns"
+    ):
+        prompts(tmp_path / "q.json")
 
 
 def test_a_missing_empty_or_binary_file_is_refused(tmp_path):

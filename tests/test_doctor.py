@@ -211,6 +211,9 @@ def test_errors_and_wrong_settings_have_their_exit_codes(folder, capsys):
     assert run_command([*common, "answers_folder=nowhere"]) == 1
     assert run_command([*common, "htm=x.html"]) == 2
     assert "did you mean html?" in capsys.readouterr().err
+    for setting in ("batch_tokens=0", "show=-1", "draft_vocab_size=-5"):
+        assert run_command([*common, setting]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {setting.split('=')[0]} must be ")
 
 
 def test_the_estimate_counts_the_targets_own_parameters(folder):

@@ -2,15 +2,19 @@
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
-from distill import prompt_sources
+from distill import prompt_sources, self_prompts
 from distill.mixture import distinct, mixture, split
 from distill.prompt import Prompt, normalised
 from distill.prompts import PromptsConfig, load_prompts
 from distill.rows import DatasetConfig
 from distill.self_prompts import is_usable, whole_sentences
+from distill.templates import ChatTemplate
+from distill.writer import Text
+from tests.chat_templates import SMOLLM2, byte_tokenizer
 
 
 def asked(text, source="test", about=""):
@@ -164,6 +168,33 @@ def test_what_the_target_asks_itself_is_split_like_everything_else():
 def test_a_setting_out_of_range_is_named_by_its_path(settings, message):
     with pytest.raises(ValueError, match=message):
         PromptsConfig(**settings)
+
+
+def test_the_target_writes_user_turns_behind_their_opening_each_once_and_keeps_them(
+    tmp_path, monkeypatch
+):
+    template = ChatTemplate(byte_tokenizer(SMOLLM2))
+    target = SimpleNamespace(eos_token_ids=(2,), fingerprint="f")
+    first, second = "What goes into a good soup?", "How do I plant a tree in spring?"
+    written = [first, first.upper(), "Hi", "what " * 20, second]
+
+    class Writing:
+        def __init__(self, target, **settings):
+            assert settings["stop_ids"] == [2]
+
+        def write(self, requests, *, longest_prompt):
+            for request in requests:
+                assert request.prompt_ids == template.user_opening()
+                ids = template.encode(written[request.key % len(written)])
+                yield Text(request, [*ids, 2])
+
+    monkeypatch.setenv("DRAFTLOOP_CACHE", str(tmp_path))
+    monkeypatch.setattr(self_prompts, "Writer", Writing)
+    with pytest.raises(ValueError, match=r"of 73 user turns .* only 2 were usable, 3 are wanted"):
+        self_prompts.self_prompts(target, template, 3, seed=0)
+    assert self_prompts.self_prompts(target, template, 2, seed=0) == [first, second]
+    monkeypatch.delattr(self_prompts, "Writer")  # nothing is written again
+    assert self_prompts.self_prompts(target, template, 2, seed=0) == [first, second]
 
 
 @pytest.mark.parametrize(

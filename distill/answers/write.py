@@ -113,6 +113,11 @@ def _jobs(
 ) -> list[_Job]:
     """The prompts that are short enough, rendered, each as often as it is to be answered."""
     room = min(config.max_prompt_tokens, max_positions - config.max_new_tokens)
+    if room < 1:
+        raise ValueError(
+            f"answers.max_new_tokens={config.max_new_tokens} leaves no room for a prompt: the target "
+            f"has {max_positions} positions"
+        )
     jobs: list[_Job] = []
     fitting, unusable = 0, []
     for prompt in {prompt.id: prompt for prompt in prompts}.values():

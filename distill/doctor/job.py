@@ -53,6 +53,17 @@ class DoctorJob:
     html: str | None = "doctor.html"
     show: int = 1
 
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("batch_tokens", 1),
+            ("draft_vocab_size", 1),
+            ("draft_layers", 1),
+            ("show", 0),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be {least} or more, got {value}")
+
 
 def run_job(job: DoctorJob) -> list[Finding]:
     """Examines, shows and writes what was found.
