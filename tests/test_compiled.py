@@ -27,7 +27,17 @@ class Reader(ScriptedDrafter):
         return super().propose(rows, committed, lengths, features)
 
 
+@pytest.fixture
+def quick_compiler(monkeypatch):
+    """One process, and code for any CPU: finding out what this one's vector instructions are means
+    compiling a program and starting another process."""
+    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", lambda: [])
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
 def test_compiled_passes_give_the_same_text_and_the_same_states():
     if reason := compile_obstacle(torch.device("cpu")):
         pytest.skip(reason)
