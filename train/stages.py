@@ -204,6 +204,7 @@ def check_folder(job: Job, material: Material, training: Training, folder: Path)
     job.stage = "wiring"
     recipe, config = training.start.recipe, job.config
     written = _written(job, training)
+    written.module.float()
     drafter = load_drafter(
         folder, material.target, engine=config.target.engine, **recipe.scored_settings
     )
@@ -226,12 +227,12 @@ def check_folder(job: Job, material: Material, training: Training, folder: Path)
 
 
 def _written(job: Job, training: Training) -> Recipe:
-    """The best checkpoint's drafter in memory, with its weights as they were written, in float32."""
+    """The best checkpoint's drafter in memory, with its weights as they were written."""
     recipe = training.start.recipe
     restore_weights(read_checkpoint(job.run_dir / "best"), training.parts.whole)
     # Frozen parts are read when the objective is made: also they have to be those that were written.
     written = recipe.snapshot()
-    written.module = recipe.written(training.start.target_dtype).float()
+    written.module = recipe.written(training.start.target_dtype)
     return written
 
 

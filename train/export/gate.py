@@ -60,7 +60,7 @@ def verify_trained(
         prompts=prompts,
     )
     _require_trained_length(folder, seen, trained_length)
-    ours = observe(target, drafter, prompts, seen.texts, settings)
+    ours = observe(target, drafter, prompts, seen.plain, settings)
     is_exact = target.model.dtype == torch.float32
     parity = _compared(ours, seen, is_exact=is_exact, temperature=config.temperature)
     if problems := parity.problems():

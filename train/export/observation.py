@@ -9,7 +9,7 @@ Shapes: N contexts, K drafted tokens.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import Target
 
 NUM_CONTEXTS = 100  # at least so many
+ENOUGH = 2 * NUM_CONTEXTS  # further prompts are decoded only
 MAX_NEW_TOKENS = 12
 _PROMPT_TAIL = 8  # contexts inside each prompt, so that answers of one token still give enough
 QUESTIONS = (
@@ -49,12 +50,14 @@ class Observation:
 
     proposals: per context, the tokens drafted there. texts: per prompt, what was decoded with it.
     rows: per prompt, the acceptance counts. same_text: whether the texts are the plain ones.
+    plain: the answers at whose contexts it was asked.
     """
 
     proposals: list[list[int]]
     texts: list[list[int]]
     rows: list[AcceptanceStats]
     same_text: bool
+    plain: list[list[int]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,7 +103,7 @@ def observe(
     plain: list[list[int]],
     settings: dict[str, Any],
 ) -> Observation:
-    """Ask the drafter at every context of the target's plain answers, and decode with it.
+    """Ask the drafter at contexts of the target's plain answers, and decode with it.
 
     Args:
         plain: of `plain_answers` with the same settings.
@@ -111,8 +114,11 @@ def observe(
     tail = max(_PROMPT_TAIL, math.ceil(missing / len(prompts)))
     proposed: list[list[int]] = []
     for prompt, answer in zip(prompts, plain, strict=True):
+        if len(proposed) >= ENOUGH:
+            break
         proposed += proposals(target, drafter, list(prompt), answer, num_draft_tokens, tail=tail)
-    return Observation(proposed, measured.token_ids, measured.prompts, measured.token_ids == plain)
+    same = measured.token_ids == plain
+    return Observation(proposed, measured.token_ids, measured.prompts, same, plain)
 
 
 @torch.inference_mode()
