@@ -92,7 +92,7 @@ def _with_drafter(
     drafting = {
         length: trimmed_mean(seen)
         for length, seen in samples.draft[name].items()
-        if length and len(seen) >= ENOUGH_ROUNDS
+        if len(seen) >= ENOUGH_ROUNDS  # of rounds without a draft, where there are no others
     }
     start, token = fit_line(drafting)
     outside = trimmed_mean(samples.outside[name])
