@@ -4,6 +4,8 @@ from html import escape
 
 from eval.report_tables import Cell, Table
 
+MANY_RANGES = 6  # intervals in a row from which each stands below its value
+
 
 def html_table(table: Table, *, titled: bool = False) -> str:
     """One table, its title above it if asked for, its note below; empty without rows."""
@@ -16,7 +18,10 @@ def html_table(table: Table, *, titled: bool = False) -> str:
     title = f"<h3>{escape(table.title)}</h3>" if titled else ""
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
     header = f"<thead><tr>{head}</tr></thead>" if any(table.columns) else ""
-    return f'{title}<div class="table"><table>{header}<tbody>{rows}</tbody></table></div>{note}'
+    most = max(sum(bool(cell.range) for cell in row) for row in table.rows)
+    dense = ' class="dense"' if most >= MANY_RANGES else ""
+    body = f"<table{dense}>{header}<tbody>{rows}</tbody></table>"
+    return f'{title}<div class="table">{body}</div>{note}'
 
 
 def _row(table: Table, index: int) -> str:
