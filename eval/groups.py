@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from eval.intervals import Interval
 
-UNKNOWN = Interval(None)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BreakdownResult:
@@ -13,24 +11,24 @@ class BreakdownResult:
 
     by: "category" (of the prompt), "token class", "target entropy" (nats), "answer position" or
     "context length" (tokens in front, prompt included). num_positions: such places in all texts.
-    num_drafted, num_accepted: tokens that were to stand there. acceptance_rate: accepted / drafted. conditional_acceptance: accepted /
-    drafted with everything in front of them kept. num_rounds, acceptance_length: of rounds that
-    begin there. agreement, overlap: over all such places, wherever rounds began; None where not
-    known. The defaults stand for files of before acceptance was known by place.
+    num_drafted, num_accepted: tokens that were to stand there. acceptance_rate: accepted / drafted.
+    conditional_acceptance: accepted / drafted with everything in front of them kept. num_rounds,
+    acceptance_length: of rounds that begin there. agreement, overlap: over all such places,
+    wherever rounds began; None where not known.
     """
 
     drafter: str
     suite: str
-    temperature: float = 0.0
+    temperature: float
     by: str
     group: str
     num_positions: int
-    num_rounds: float = 0.0
-    num_drafted: float = 0.0
-    num_accepted: float = 0.0
-    acceptance_rate: Interval = UNKNOWN
-    conditional_acceptance: Interval = UNKNOWN
-    acceptance_length: Interval = UNKNOWN
+    num_rounds: float
+    num_drafted: float
+    num_accepted: float
+    acceptance_rate: Interval
+    conditional_acceptance: Interval
+    acceptance_length: Interval
     agreement: Interval | None
     overlap: Interval | None
 

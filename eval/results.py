@@ -13,7 +13,7 @@ from eval.groups import BreakdownResult, CategoryResult
 from eval.intervals import Interval
 from eval.on_request import FormerFailures, PolicyResult, RivalResult, SweepPoint
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
