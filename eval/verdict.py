@@ -133,7 +133,10 @@ def next_step(prediction: Prediction | None) -> str:
     now = by_name["as measured"]
     name, speedup = max(((name, by_name[name]) for name in ADVICE), key=lambda item: item[1])
     if speedup >= now + SMALL_STEP:
-        return f"{ADVICE[name]}: {name} would give {speedup:.2f} x instead of {now:.2f} x"
+        return (
+            f"{ADVICE[name]}: {name} would give {speedup:.2f} x instead of {now:.2f} x, by the cost "
+            "model and without the prefill"
+        )
     perfect = by_name["a perfect drafter at this cost"]
     if perfect >= now + SMALL_STEP:
         return (
