@@ -133,8 +133,11 @@ def write_eagle3(folder: Path, target: Path, *, norms: str = "eagle3") -> Path:
 
 
 def write_padded_target(folder: Path) -> Path:
+    """Its padding is the mean of all rows, whose logit is never the largest: engines do not cut it off."""
     tokenizer, model = toy_tokenizer(), toy_llama()
+    rows = model.get_input_embeddings().weight.detach()
     model.resize_token_embeddings(len(tokenizer) + SPARE, mean_resizing=False)
+    model.get_input_embeddings().weight.data[len(tokenizer) :] = rows[: len(tokenizer)].mean(0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
