@@ -37,6 +37,7 @@ def test_a_withheld_speedup_is_withheld_from_trackers_and_summaries():
 class StandInArtifact(list):
     def __init__(self, name: str, kind: str, metadata: dict) -> None:
         self.kind = kind
+        self.metadata = metadata
 
     def add_file(self, path: str, name: str) -> None:
         self.append(name)
@@ -45,9 +46,11 @@ class StandInArtifact(list):
 class StandInRun:
     """Takes the place of a W&B run."""
 
-    id, offline = "eval-out", True
+    id = "eval-out"
 
-    def __init__(self) -> None:
+    def __init__(self, *, offline: bool) -> None:
+        self.offline = offline
+        self.used: list[StandInArtifact] = []
         self.logged: dict = {}
         self.artifacts: list[StandInArtifact] = []
         self.summary: dict = {}
@@ -57,6 +60,10 @@ class StandInRun:
 
     def log_artifact(self, artifact):
         self.artifacts.append(artifact)
+
+    def use_artifact(self, artifact):
+        assert not self.offline  # W&B refuses it there
+        self.used.append(artifact)
 
     def finish(self, exit_code):
         self.exit_code = exit_code
@@ -68,8 +75,11 @@ def evaluated(folder: Path, tracker: Tracker):
     track(EvalConfig(tracking=TrackingConfig(tracker=tracker)), results, folder, 3)
 
 
-def test_an_evaluation_alone_has_its_figures_tables_page_and_files_in_wandb(tmp_path, monkeypatch):
-    run = StandInRun()
+@pytest.mark.parametrize("offline", [True, False])
+def test_an_evaluation_alone_has_its_figures_tables_page_and_files_in_wandb(
+    tmp_path, monkeypatch, offline
+):
+    run = StandInRun(offline=offline)
     (tmp_path / "out" / "wandb").mkdir(parents=True)
     (tmp_path / "out" / "wandb" / "log").write_text("its own")
     module = SimpleNamespace(
@@ -87,6 +97,10 @@ def test_an_evaluation_alone_has_its_figures_tables_page_and_files_in_wandb(tmp_
     assert "<svg" in run.logged["evaluation/report"]
     (artifact,) = run.artifacts
     assert artifact.kind == "evaluation"
+    fingerprint = sample_results().target.fingerprint
+    made_from = {one.kind: one.metadata["fingerprint"] for one in run.used}
+    assert made_from == ({} if offline else {"target": fingerprint})
+    assert artifact.metadata["target_fingerprint"] == fingerprint
     assert {"results.json", "report.html", "failures.jsonl"} <= set(artifact)
     assert not any("wandb" in name for name in artifact)
     assert run.exit_code == 3
