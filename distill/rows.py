@@ -170,11 +170,14 @@ def _csv_rows(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         try:
             reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
+            names = reader.fieldnames or []
+            if twice := sorted({name for name in names if names.count(name) > 1}):
+                raise ValueError(f"{path}:1: two columns are called {twice[0]!r}: rename one")
             for row in reader:
                 place = f"{path}:{reader.line_num}"
                 if None in row or None in row.values():
                     raise ValueError(
-                        f"{place}: expected {len(reader.fieldnames or [])} fields as in the first "
+                        f"{place}: expected {len(names)} fields as in the first "
                         "line: quote texts that hold the separator"
                     )
                 yield Row(place, row)

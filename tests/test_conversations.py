@@ -228,6 +228,12 @@ def test_a_missing_empty_or_binary_file_is_refused(tmp_path):
         prompts(tmp_path / "p.xlsx")
 
 
+def test_a_csv_column_that_occurs_twice_is_refused(tmp_path):
+    (tmp_path / "p.csv").write_text("prompt,n,prompt\na,1,b\n")
+    with pytest.raises(ValueError, match=r"p.csv:1: two columns are called 'prompt'"):
+        list(read_rows(DatasetConfig(path=str(tmp_path / "p.csv"))))
+
+
 def test_a_csv_row_with_other_fields_than_its_header_is_named(tmp_path):
     (tmp_path / "p.csv").write_text('prompt,n\n"a\nb",1\nc,2,3\n')
     rows = read_rows(DatasetConfig(path=str(tmp_path / "p.csv")))
