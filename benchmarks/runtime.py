@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks.variants import Prompts, Variant, measured, our_variants, their_variants
 from distill.embedded_prompts import mt_bench
 from specdec_runtime import SpeculativeDecoder, load_drafter, load_target
 from specdec_runtime.draft import Drafter
 from specdec_runtime.formats import is_drafter_folder, read_manifest
+from specdec_runtime.pretrained import load_module
 from specdec_runtime.results import Chunk
 from specdec_runtime.target import Target
 
@@ -314,22 +316,36 @@ def print_exactness(
     """Greedy texts of all drafters, in batches, against plain decoding one by one."""
     prompts = prompts[:EXACT_PROMPTS]
     plain = greedy_texts(target, None, prompts, batch=1)
+    module = load_module(target.source, dtype=torch.float32, device="cpu")
     more = {kind: load_drafter(kind, target) for kind in ("suffix_lookup", "early_exit")}
     for folder in folders:
         kind = _kind(folder)
         more[f"lookup, then {kind}"] = load_drafter(f"composite:{folder}", target)
         if kind == "causal_lm":
-            more["cross_tokenizer"] = load_drafter(f"cross_tokenizer:{folder}", target)
+            for front in ("", "composite:"):
+                name = "lookup, then cross_tokenizer" if front else "cross_tokenizer"
+                more[name] = load_drafter(f"{front}cross_tokenizer:{folder}", target)
     print(
         f"Greedy texts, {len(prompts)} prompts, {EXACT_TOKENS} tokens, batches of {EXACT_BATCH}\n\n"
         "| drafter | identical to plain decoding | tokens a round |\n|---|---|---|"
     )
+    same = sum(
+        _is_their_greedy(module, ids, text) for ids, (text, _) in zip(prompts, plain, strict=True)
+    )
+    print(f"| plain, beside transformers' logits | {same} of {len(prompts)} | 1.00 |", flush=True)
     for name, drafter in {**drafters, **more}.items():
         texts = greedy_texts(target, drafter, prompts, batch=EXACT_BATCH)
         same = sum(ours == theirs for (ours, _), (theirs, _) in zip(texts, plain, strict=True))
         length = statistics.mean(length for _, length in texts)
         print(f"| {name} | {same} of {len(prompts)} | {length:.2f} |", flush=True)
     print()
+
+
+@torch.inference_mode()
+def _is_their_greedy(module: PreTrainedModel, prompt: list[int], text: list[int]) -> bool:
+    """Whether `generate` of transformers would write this text: every token leads its logits."""
+    logits = module(torch.tensor([prompt + text])).logits[0, len(prompt) - 1 : -1]
+    return bool(logits.argmax(-1).tolist() == text)
 
 
 def greedy_texts(
