@@ -20,8 +20,9 @@ Shapes: n tokens of an answer, V target vocabulary.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,10 @@ from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
 
 NEGLIGIBLE = 1e-4  # a draft that is kept so rarely is not followed: figures have two decimals
+
+
+# Logarithms of r_1, r_2, ... of one draft -> S_1, S_2, ...
+Survive = Callable[[Sequence[float]], list[float]]
 
 
 class Keeps(NamedTuple):
@@ -89,13 +94,16 @@ def keeps(
     *,
     temperature: float,
     max_draft_tokens: int,
+    survive: Survive | None = None,
 ) -> Keeps:
     """What a drafter would have had of one sampled answer, from every position.
 
     Args:
         drafter: one that `is_recordable`.
         target_log_probs: of `answer` at `temperature`, from `target_scores`.
+        survive: the rule of verification; None = that of our runtime.
     """
+    survive = survive or survival
     if isinstance(drafter, CompositeDrafter):
         first, second = (
             keeps(
@@ -105,6 +113,7 @@ def keeps(
                 target_log_probs,
                 temperature=temperature,
                 max_draft_tokens=max_draft_tokens,
+                survive=survive,
             )
             for part in (drafter.lookup, drafter.model)
         )
@@ -124,10 +133,10 @@ def keeps(
         drafter,
         answer,
         log_ratios,
-        goes_on=lambda values: survival(values)[-1] > NEGLIGIBLE,
+        goes_on=lambda values: survive(values)[-1] > NEGLIGIBLE,
         max_draft_tokens=max_draft_tokens,
     )
-    return Keeps(proposed, [survival(one) for one in ratios])
+    return Keeps(proposed, [survive(one) for one in ratios])
 
 
 def survival(log_ratios: Sequence[float]) -> list[float]:
@@ -139,6 +148,13 @@ def survival(log_ratios: Sequence[float]) -> list[float]:
         log_weight = min(0.0, log_weight - ratio)
         found.append(math.exp(log_survival))
     return found
+
+
+def token_survival(log_ratios: Sequence[float]) -> list[float]:
+    """The same where every token is verified on its own, as transformers does (Leviathan et al. 2023,
+    arXiv:2211.17192): S_i = S_{i-1} min(1, r_i), on average never above block verification."""
+    log_survivals = accumulate(min(0.0, ratio) for ratio in log_ratios)
+    return [math.exp(one) for one in log_survivals]
 
 
 def expected_counts(answer: Answer, kept: Keeps, num_draft_tokens: int) -> ExpectedCounts:
@@ -156,18 +172,41 @@ def expected_rounds(answer: Answer, kept: Keeps, num_draft_tokens: int) -> Itera
     starts = [0.0] * (end + 1)  # probability that a round starts at a position
     starts[min(1, end)] = 1.0  # token 0 comes from the prefill
     for position in range(1, end):
-        budget = answer.max_new_tokens - position - 1  # the target adds one token of its own
-        drafted = min(num_draft_tokens, budget, kept.num_proposed[position - 1])
-        reached = [1.0, *kept.survival[position - 1][:drafted], 0.0]
-        for accepted in range(len(reached) - 1):
-            share = starts[position] * (reached[accepted] - reached[accepted + 1])
+        for one in _rounds_from(answer, kept, num_draft_tokens, position):
+            share = starts[position] * one.share
             if share <= 0.0:
                 continue
-            after = position + accepted + 1
-            # A text that ends on a kept draft leaves those behind it unjudged.
-            yield TextRound(position, accepted if after > end else drafted, accepted, share)
+            yield one._replace(share=share)
+            after = position + one.num_accepted + 1
             if after < end:
                 starts[after] += share
+
+
+def accepted_variance(answer: Answer, kept: Keeps, num_draft_tokens: int) -> float:
+    """Variance of the number of accepted tokens: what chance is left in it, given the text."""
+    end = len(answer.token_ids)
+    # Of the number accepted from a position on: its mean and mean square.
+    means, squares = ([0.0] * (end + num_draft_tokens + 2) for _ in range(2))
+    for position in reversed(range(1, end)):
+        for one in _rounds_from(answer, kept, num_draft_tokens, position):
+            count, after = one.num_accepted, position + one.num_accepted + 1
+            means[position] += one.share * (count + means[after])
+            squares[position] += one.share * (count**2 + 2 * count * means[after] + squares[after])
+    return max(0.0, squares[1] - means[1] ** 2)
+
+
+def _rounds_from(
+    answer: Answer, kept: Keeps, num_draft_tokens: int, position: int
+) -> Iterator[TextRound]:
+    """What a round that starts at a position can come to; the shares sum to 1."""
+    budget = answer.max_new_tokens - position - 1  # the target adds one token of its own
+    drafted = min(num_draft_tokens, budget, kept.num_proposed[position - 1])
+    reached = [1.0, *kept.survival[position - 1][:drafted], 0.0]
+    for accepted in range(len(reached) - 1):
+        # A text that ends on a kept draft leaves those behind it unjudged.
+        is_over = position + accepted + 1 > len(answer.token_ids)
+        share = reached[accepted] - reached[accepted + 1]
+        yield TextRound(position, accepted if is_over else drafted, accepted, share)
 
 
 def _certain_survival(certain: Proposals) -> list[list[float]]:

@@ -49,13 +49,25 @@ def test_a_position_that_was_never_accepted_has_an_interval():
     assert EngineParity("vllm", 1.0, [], rows(0, 0, 0), rows(1, 0, 0)).problems()
 
 
+def test_draws_of_the_engine_excuse_what_they_leave_open():
+    ours, theirs = rows(2, 0), [*rows(2, 1)[:2], *rows(2, 0)[2:]]  # 2 more of 16 tokens
+    (said,) = EngineParity("vllm", 1.0, [], ours, theirs).problems()
+    assert said.startswith("acceptance length is 2.125")
+    assert EngineParity("transformers", 1.0, [], ours, theirs, chance=2.0).problems() == []
+    nothing = [AcceptanceStats()] * 8
+    (said,) = EngineParity("transformers", 1.0, [], ours, nothing, chance=2.0).problems()
+    assert said == "nothing was drafted, by one of them"
+
+
 def test_drawn_text_that_is_not_the_targets_is_named():
-    drawn = DrawnText(-14.32, -6.51, -57.8)
-    (said,) = EngineParity("vllm", 1.0, [], rows(2, 0), rows(2, 0), drawn).problems()
+    wrong = DrawnText("log p", -14.32, -6.51, -57.8)
+    right = DrawnText("its likeliest draft", 0.26, 0.24, 0.6)
+    both = EngineParity("vllm", 1.0, [], rows(2, 0), rows(2, 0), (right, wrong))
+    (said,) = both.problems()
     assert said == "its drawn text is not the target's: log p -14.32, expected -6.51 (-57.8 s.e.)"
-    right = EngineParity("vllm", 1.0, [], rows(2, 0), rows(2, 0), DrawnText(-2.04, -2.1, 0.6))
-    assert right.problems() == []
-    assert "drawn: log p -2.04, expected -2.10 (+0.6 s.e.)" in right.row()
+    passes = EngineParity("vllm", 1.0, [], rows(2, 0), rows(2, 0), (right,))
+    assert passes.problems() == []
+    assert "drawn: its likeliest draft 0.26, expected 0.24 (+0.6 s.e.)" in passes.row()
 
 
 def test_an_engine_that_drafts_otherwise_is_an_error_with_its_causes(tmp_path, monkeypatch):

@@ -20,39 +20,49 @@ _IMPOSSIBLE = -1e3  # of log p: its probability is 0 in float64, so it changes n
 
 @dataclass(frozen=True)
 class DrawnText:
-    """Mean log probability of the drawn tokens, what draws have on average, and how far apart.
+    """Mean of a figure over drawn tokens, what the target's draws have on average, and how far apart.
 
-    score: the difference in standard errors.
+    name: of the figure, for the terminal. score: the difference in standard errors.
     """
 
+    name: str
     mean: float
     expected: float
     score: float
+
+    @classmethod
+    def of_moments(cls, name: str, moments: Tensor) -> "DrawnText":
+        """From [N, 3]: the figure at each token, and the mean and the variance of a draw's.
+
+        Raises:
+            ValueError: nothing was drawn.
+        """
+        if not len(moments):
+            raise ValueError("no drawn tokens to judge, expected at least one")
+        found, expected, variance = moments.sum(0)
+        score = 0.0 if found == expected else float((found - expected) / variance.sqrt())
+        return cls(name, float(found) / len(moments), float(expected) / len(moments), score)
 
     @property
     def is_the_targets(self) -> bool:
         return abs(self.score) <= ALLOWED
 
     def describe(self) -> str:
-        return f"log p {self.mean:.2f}, expected {self.expected:.2f} ({self.score:+.1f} s.e.)"
+        return f"{self.name} {self.mean:.2f}, expected {self.expected:.2f} ({self.score:+.1f} s.e.)"
 
 
 @torch.inference_mode()
 def drawn_text(
     target: Target, prompts: Sequence[list[int]], texts: Sequence[list[int]], temperature: float
 ) -> DrawnText:
-    """Judge texts drawn at a temperature, by the target's own probabilities.
+    """Judge texts drawn at a temperature by the log probabilities that the target gives them.
 
     Raises:
         ValueError: nothing was drawn.
     """
     pairs = [(prompt, text) for prompt, text in zip(prompts, texts, strict=True) if text]
-    if not pairs:
-        raise ValueError("no drawn tokens to judge, expected at least one")
-    moments = torch.cat([_moments(target, *pair, temperature) for pair in pairs])
-    found, expected, variance = moments.sum(0)
-    score = 0.0 if found == expected else float((found - expected) / variance.sqrt())
-    return DrawnText(float(found) / len(moments), float(expected) / len(moments), score)
+    moments = [_moments(target, *pair, temperature) for pair in pairs]
+    return DrawnText.of_moments("log p", torch.cat(moments) if moments else torch.zeros(0, 3))
 
 
 def _moments(target: Target, prompt: list[int], text: list[int], temperature: float) -> Tensor:
