@@ -11,7 +11,7 @@ Shapes: B rows, S tokens of the longest row, N loss positions of a batch, D hidd
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -58,8 +58,12 @@ class Batch:
             causal and no loss position follows it).
         positions: [N] int64 into the flattened [B * S]: where the next token is an answer's.
         labels: [N] int64 target ids of those next tokens.
+        spans: of each row the columns of its first and last loss position; numbers of the host, so
+            that whoever needs a size of them waits for no device.
         rows: the target's signal at the same positions.
         features: [B, S, F] of its examples, or None.
+        draft_rows: the batch in the drafter's own tokens, where those are others
+            (draft_contexts.py); None = made when it is asked for.
         weights: [N] how much each position counts, with a mean of one; None = all alike.
         replay: refused drafts to learn from as well (on_policy.py), or None.
     """
@@ -68,8 +72,10 @@ class Batch:
     token_ids: Tensor
     positions: Tensor
     labels: Tensor
+    spans: list[tuple[int, int]]
     rows: SignalRows
     features: Tensor | None = None
+    draft_rows: "DraftRows | None" = None
     weights: Tensor | None = None
     replay: "Batch | None" = None
 
@@ -96,11 +102,36 @@ class Batch:
             self.token_ids.to(device),
             self.positions.to(device),
             self.labels.to(device),
+            self.spans,
             self.rows.to(device),
             None if self.features is None else self.features.to(device),
+            None if self.draft_rows is None else self.draft_rows.to(device),
             None if self.weights is None else self.weights.to(device),
             None if self.replay is None else self.replay.to(device),
         )
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """A batch in the drafter's tokens: R rows of S draft tokens, M of the batch's N loss positions
+    kept, P positions of the answers in draft tokens.
+
+    Attributes:
+        token_ids: [R, S] int64, right-padded.
+        kept: [M] int64, which of the batch's N positions have a place here.
+        positions: [M] int64 into the flattened [R * S]: where the drafter speaks about them.
+        text_positions: [P] int64 into the same: where its next token is one of the answer's.
+        text_labels: [P] int64 draft ids of those next tokens.
+    """
+
+    token_ids: Tensor
+    kept: Tensor
+    positions: Tensor
+    text_positions: Tensor
+    text_labels: Tensor
+
+    def to(self, device: torch.device | str) -> "DraftRows":
+        return DraftRows(*(getattr(self, one.name).to(device) for one in fields(self)))
 
 
 class BatchStream:
@@ -187,12 +218,14 @@ def collate(examples: Sequence[Example]) -> Batch:
         for row, example in enumerate(examples)
     ]
     rows = [example.rows for example in examples]
+    spans = [(example.prompt_length - 1, len(example.token_ids) - 2) for example in examples]
     features = [example.features for example in examples if example.features is not None]
     return Batch(
         ids=[example.id for example in examples],
         token_ids=token_ids,
         positions=torch.cat(positions),
         labels=torch.cat([example.token_ids[example.prompt_length :] for example in examples]),
+        spans=spans,
         rows=type(rows[0]).join(rows),
         features=pad_sequence(features, batch_first=True) if features else None,
     )

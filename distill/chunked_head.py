@@ -148,7 +148,8 @@ class _ChunkLoss:
             return self._weighed(hard_labels(logits, self.labels[part])[None], counts, part)
         compared = self.rows.comparison(logits, self.target, part, temperature=temperature)
         counts[1] = compared.overlap.detach()
-        counts[2], counts[3], counts[4] = compared.slack, compared.mass, 1.0
+        counts[2], counts[3] = compared.slack, compared.mass
+        counts[4].fill_(1.0)
         return self._weighed(self._parts(compared, self.labels[part]), counts, part)
 
     def _parts(self, compared: Compared, labels: Tensor) -> Tensor:

@@ -18,37 +18,17 @@ P positions of the answers in draft tokens.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill.batches import Batch
+from distill.batches import Batch, DraftRows
 from specdec_runtime.model import right_padded
 from specdec_runtime.retokenized import Retokenized
 
 _TEXTS_KEPT = 20_000  # re-encoded once, used in every epoch
-
-
-@dataclass(frozen=True)
-class DraftRows:
-    """A batch in the drafter's tokens.
-
-    Attributes:
-        token_ids: [R, S] int64, right-padded.
-        kept: [M] int64, which of the batch's N positions have a place here.
-        positions: [M] int64 into the flattened [R * S]: where the drafter speaks about them.
-        text_positions: [P] int64 into the same: where its next token is one of the answer's.
-        text_labels: [P] int64 draft ids of those next tokens.
-    """
-
-    token_ids: Tensor
-    kept: Tensor
-    positions: Tensor
-    text_positions: Tensor
-    text_labels: Tensor
 
 
 class _Text(NamedTuple):

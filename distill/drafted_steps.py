@@ -32,9 +32,10 @@ def loss_places(batch: Batch, deepest: int) -> tuple[Tensor, Tensor]:
         raise ValueError("these answers have no recorded features: see distill/features.py")
     width = batch.token_ids.shape[1]
     rows, places = batch.positions // width, batch.positions % width
-    if int(places.min()) < deepest:
+    first = min(first for first, _ in batch.spans)
+    if first < deepest:
         raise ValueError(
-            f"a prompt of {int(places.min()) + 1} tokens is too short for a draft of so many "
+            f"a prompt of {first + 1} tokens is too short for a draft of so many "
             f"tokens: expected prompts of more than {deepest}; set draft.steps lower"
         )
     return rows, places

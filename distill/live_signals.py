@@ -67,11 +67,9 @@ def groups_of(examples: Sequence[T], max_tokens: int) -> list[list[T]]:
 
 
 def lengths_of(batch: Batch) -> Tensor:
-    """[B] how many tokens of each row the target has to read: up to its last loss position."""
-    width = batch.token_ids.shape[1]
-    positions = batch.positions.cpu()  # the target's caches count on the host
-    lengths = torch.ones(len(batch.token_ids), dtype=torch.int64)
-    return lengths.scatter_reduce(0, positions // width, positions % width + 1, "amax")
+    """[B], on the host: how many tokens of each row the target has to read, those up to its last loss
+    position."""
+    return torch.tensor([max(last + 1, 1) for _, last in batch.spans])
 
 
 def _rows(target: Target, batch: Batch) -> TargetRows:

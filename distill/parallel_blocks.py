@@ -78,8 +78,8 @@ def _attended(
     own = masks.query.expand(batch, width, -1, -1) if k else tokens.query
     query = _rotated(own, rotary)
     to_states = torch.einsum("bphe,bjhe->bhpj", query, _rotated(context.key, rotary))
-    behind = torch.arange(width)[:, None] - torch.arange(width)
-    to_states = to_states.masked_fill((behind <= k).to(query.device), float("-inf"))
+    span = torch.arange(width, device=query.device)
+    to_states = to_states.masked_fill(span[:, None] - span <= k, float("-inf"))
     key, value = _rotated(tokens.key, rotary).roll(k, 1), tokens.value.roll(k, 1)
     to_token = (query * key).sum(-1).transpose(1, 2)[..., None]  # [B, H, S, 1]
     parts = [to_states, to_token]

@@ -54,12 +54,12 @@ class WeightsConfig:
                 )
 
 
-def decayed(num_positions: int, decay: float) -> Tensor:
+def decayed(num_positions: int, decay: float, device: torch.device | None = None) -> Tensor:
     """[K] decay^k, k from 0: later positions are reached less often.
 
     Source: Medusa, arXiv:2401.10774 (decay .8); the same in EAGLE-3 and the LK losses.
     """
-    return torch.tensor(decay, dtype=torch.float32) ** torch.arange(num_positions)
+    return decay ** torch.arange(num_positions, dtype=torch.float32, device=device)
 
 
 def first_rejection_anchored(agrees: Tensor, decay: float) -> Tensor:
@@ -116,7 +116,7 @@ def position_weights(
         agrees: [M, K] bool. token_probs: [M, K], needed by d_pace. valid: [M, K] bool.
     """
     if config.scheme is WeightScheme.decay:
-        weights = decayed(valid.shape[-1], config.decay).to(valid.device).expand(valid.shape)
+        weights = decayed(valid.shape[-1], config.decay, valid.device).expand(valid.shape)
     elif config.scheme is WeightScheme.first_rejection:
         weights = first_rejection_anchored(agrees, config.decay)
     elif config.scheme is WeightScheme.d_pace:
@@ -160,5 +160,6 @@ class BlocksOfText:
 
     def folded(self, weights: Tensor) -> Tensor:
         """[N, K] -> [N]: what a position weighs in all blocks that it is part of."""
+        counted = torch.where(self.valid, weights, 0.0)
         total = weights.new_zeros(len(weights))
-        return total.index_add(0, self.index[self.valid], weights[self.valid])
+        return total.index_add(0, self.index.flatten(), counted.flatten())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill import objectives
-from distill.batches import Example
+from distill.batches import Batch, Example
 from distill.draft_vocab import DraftVocab
 from distill.losses import LossConfig
 from distill.objective import Objective
@@ -101,6 +101,9 @@ class Recipe(Protocol):
 
     def objective(self, loss: LossConfig) -> Objective:
         """What is minimised; the module is on its device by then."""
+
+    def prepared(self, batch: Batch) -> Batch:
+        """The batch with what the objective needs computed on the host; the loader's thread calls it."""
 
     def drafter(self, *, engine: Engine) -> RefreshableDrafter:
         """The runtime's drafter around the module."""

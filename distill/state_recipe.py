@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from distill.batches import Example
+from distill.batches import Batch, Example
 from distill.losses import LossConfig, LossName
 from distill.objective import Objective
 from distill.recipe import DraftSettings, TargetParts, as_written
@@ -68,6 +68,9 @@ class StateRecipe:
             )
         device = next(self.module.parameters()).device
         return self._objective(self._parts.head.to(device), loss)
+
+    def prepared(self, batch: Batch) -> Batch:
+        return batch
 
     def snapshot(self) -> Self:
         return type(self)(self._settings, self._parts, copy.deepcopy(self.module))

@@ -102,6 +102,9 @@ def test_the_baseline_differs_from_distill_in_its_loss_alone(distill: TrainConfi
         ("target.model=???", "target.model has no value"),
         ("target.model=${oc.env:SURELY_NOT_SET}", "environment variable SURELY_NOT_SET is not set"),
         ("optim.betas=[0.9", "optim.betas=[0.9 can not be read"),
+        ("optim.betas=[0.9,nan]", "optim.betas is [0.9, nan], expected a finite number"),
+        ("optim.weight_decay=nan", "optim.weight_decay is nan, expected a finite number"),
+        ("training.budget_minutes=inf", "budget_minutes is inf, expected a finite number"),
     ],
 )
 def test_a_wrong_setting_is_refused_with_a_remedy(override: str, says: str):

@@ -218,7 +218,7 @@ def test_what_can_not_be_trained_is_refused(target, tmp_path):
     with pytest.raises(ValueError, match="no recorded features"):
         recipe.objective(LossConfig())(recipe.module, bare)
     short = BatchStream(examples, max_tokens=64, seed=0)(0)
-    short.positions = short.positions - 4
+    short.spans = [(first - 4, last - 4) for first, last in short.spans]
     with pytest.raises(ValueError, match=r"too short for a draft"):
         recipe.objective(LossConfig())(recipe.module, short)
     for wrong in ({"steps": 0}, {"step_decay": 0.0}, {"norms": "none"}, {"context_heads": -1}):

@@ -24,6 +24,7 @@ CONFIG_TOOLS = {"hydra", "omegaconf"}
 # A saved configuration: compared with the present one, and handed to the tracker as plain values.
 OMEGACONF_ALSO = {"train/run_dir.py", "train/run.py"}
 WANDB_ONLY = {"eval/trackers.py"}
+DEEPSPEED_ONLY = {"train/zero.py"}
 # Scripts that another environment's interpreter runs: they know the engine and nothing of ours.
 DRIVERS = "train/export/drivers/"
 ENGINES = RUNTIME | {"vllm", "xllamacpp", "speculators", "triton"}
@@ -54,13 +55,18 @@ def test_a_file_imports_only_what_its_package_may(path: Path):
         allowed |= {"omegaconf"}
     if name in WANDB_ONLY:
         allowed |= {"wandb"}
+    if name in DEEPSPEED_ONLY:
+        allowed |= {"deepspeed"}
     assert imports_of(path) - allowed == set()
 
 
-def test_wandb_is_imported_inside_a_function_only():
-    tree = ast.parse((ROOT / "eval/trackers.py").read_text())
-    top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-    assert all("wandb" not in ast.dump(node) for node in top)
+@pytest.mark.parametrize(
+    ("path", "package"), [("eval/trackers.py", "wandb"), ("train/zero.py", "deepspeed")]
+)
+def test_what_may_not_be_installed_is_imported_inside_a_function_only(path: str, package: str):
+    tree = ast.parse((ROOT / path).read_text())
+    top = [ast.unparse(one) for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
+    assert not any(f"import {package}" in one or f"from {package}" in one for one in top)
 
 
 def test_no_file_of_a_helpers_kind():

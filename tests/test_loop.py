@@ -5,7 +5,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ from tests.toy_training import (
     weights,
     write_toy_drafter,
 )
-from train.checkpoint import WEIGHTS, Checkpoints, TrainState
+from train.checkpoint import OPTIMIZER, WEIGHTS, Checkpoints, TrainState
 from train.finite import FiniteWatch
 from train.interrupts import Interrupted, StopRequest
 from train.loop import _own_turns, measured_step_s, optimizer_step, steps_in
@@ -39,7 +39,8 @@ from train.precision import Precision
 from train.rng import capture_rng, seed_everything
 from train.run_log import read_metrics
 from train.session import resume, save
-from train.sharding import is_sharding
+from train.sharding import is_fsdp
+from train.zero import check_zero, is_zero
 
 SAME_STEP = 1e-6  # float32 sums in another order
 
@@ -336,6 +337,10 @@ def gloo_worker(rank: int, port: int, out: Path, case: "Case") -> None:
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         os.environ |= {"WORLD_SIZE": str(case.processes), "MASTER_PORT": str(port)}
         os.environ |= {"MASTER_ADDR": "127.0.0.1"}
+    if case.zero_stage:
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true"}
+        os.environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(case.zero_stage)}
+        leave_out_compiled_operators()
     if case.sharded:
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         os.environ |= {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
@@ -346,7 +351,8 @@ def gloo_worker(rank: int, port: int, out: Path, case: "Case") -> None:
     for _ in range(2):
         parts = toy_parts(dropout=0.0, accumulation_steps=case.accumulation_steps)
         assert parts.accelerator.num_processes == case.processes
-        assert is_sharding(parts.accelerator) == case.sharded
+        assert is_fsdp(parts.accelerator) == case.sharded
+        assert is_zero(parts.accelerator) == bool(case.zero_stage)
         state = resume(checkpoints, parts, identity={}, say=str) or state
         for _ in range(10):
             sums = MetricSums()
@@ -362,6 +368,7 @@ class Case:
     processes: int
     accumulation_steps: int
     sharded: bool = False
+    zero_stage: int = 0
 
 
 STEADY = OptimConfig(learning_rate=6e-4)
@@ -369,7 +376,7 @@ CASES = (Case(1, 4), Case(2, 2), Case(4, 1), Case(2, 2, sharded=True))
 
 
 def run_processes(out: Path, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """(loss of every step, weights of the last checkpoint)."""
+    """(loss of every step, weights and moments of the last checkpoint)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -379,15 +386,55 @@ def run_processes(out: Path, case: Case) -> tuple[list[float], dict[str, torch.T
     assert [worker.exitcode for worker in workers] == [0] * case.processes
     newest, _ = Checkpoints(out.with_suffix(".run"), keep_last=1).newest()
     assert newest is not None
-    return json.loads(out.read_text()), load_file(newest.folder / WEIGHTS)
+    moments = load_file(newest.folder / OPTIMIZER)
+    saved = {k: v.float() for k, v in moments.items() if k.startswith("optimizer.")}
+    return json.loads(out.read_text()), load_file(newest.folder / WEIGHTS) | saved
 
 
-def test_any_number_of_processes_sharded_or_not_takes_the_same_steps(tmp_path: Path):
-    ends = [run_processes(tmp_path / f"{number}.json", case) for number, case in enumerate(CASES)]
-    losses, trained = ends[0]
+def require_same_steps(folder: Path, cases: Sequence[Case]) -> None:
+    """That all of them end with the losses, weights and moments of the first one."""
+    ends = [run_processes(folder / f"{number}.json", case) for number, case in enumerate(cases)]
+    losses, saved = ends[0]
     assert len(losses) == 20
     for other_losses, other in ends[1:]:
         assert other_losses == pytest.approx(losses, abs=SAME_STEP)
-        assert other.keys() == trained.keys()  # whole tensors under plain names
-        for name, values in trained.items():
+        assert other.keys() == saved.keys()  # whole tensors under plain names
+        for name, values in saved.items():
             assert (values - other[name]).abs().max() <= SAME_STEP, name
+
+
+def test_any_number_of_processes_sharded_or_not_takes_the_same_steps(tmp_path: Path):
+    require_same_steps(tmp_path, CASES)
+
+
+def leave_out_compiled_operators() -> None:
+    """DeepSpeed compiles its communication between CPUs for a minute; gloo does without."""
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+@pytest.mark.slow
+def test_every_stage_of_zero_takes_the_same_steps_and_continues(tmp_path: Path):
+    pytest.importorskip("deepspeed")
+    stages = [Case(2, 2, zero_stage=stage) for stage in (1, 2, 3)]
+    require_same_steps(tmp_path, [Case(2, 2), *stages])
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision", "says"),
+    [
+        ({"stage": 0}, Precision.fp32, "zero_stage is 0, expected 1, 2 or 3"),
+        (
+            {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            Precision.fp32,
+            "is cpu, expected none",
+        ),
+        ({"stage": 2}, Precision.fp16, "training.precision=fp16 does not go with DeepSpeed"),
+    ],
+)
+def test_what_was_never_run_with_deepspeed_is_refused(
+    settings: dict[str, object], precision: Precision, says: str
+):
+    with pytest.raises(ValueError, match=says):
+        check_zero({"zero_optimization": settings}, precision)

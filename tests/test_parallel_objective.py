@@ -188,7 +188,7 @@ def test_what_can_not_be_trained_is_refused(target, examples):
     with pytest.raises(ValueError, match="no recorded features"):
         recipe.objective(LossConfig())(recipe.module, bare)
     short = collate(examples[:1])
-    short.positions = short.positions - 4
+    short.spans = [(first - 4, last - 4) for first, last in short.spans]
     with pytest.raises(ValueError, match="too short for a draft"):
         recipe.objective(LossConfig())(recipe.module, short)
     with pytest.raises(ValueError, match="for causal_lm drafters"):

@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from tests.test_config import composed
@@ -18,9 +20,9 @@ from train import processes
 from train import run as run_module
 from train.checkpoint import Checkpoints
 from train.job import Job
-from train.processes import on_main
+from train.processes import check_accelerate, on_main
 from train.run import RunResult
-from train.sharding import is_sharding
+from train.sharding import is_fsdp
 
 CONFIGS = sorted((Path(__file__).parent.parent / "conf" / "accelerate").glob("*.yaml"))
 
@@ -121,15 +123,45 @@ def test_the_ready_made_configurations_are_accelerates_own():
         "1gpu": 1,
         "8gpu": 8,
         "8gpu_fsdp2": 8,
+        "8gpu_zero": 8,
         "2x8gpu": 16,
     }
     assert found["8gpu_fsdp2"].fsdp_config["fsdp_version"] == 2
+    assert found["8gpu_zero"].deepspeed_config["zero_stage"] == 2
     assert found["2x8gpu"].num_machines == 2
     # training.precision decides: with accelerate's own, losses would be scaled twice
     assert {config.mixed_precision for config in found.values()} == {"no"}
 
 
+@pytest.mark.parametrize(
+    ("setting", "own"),
+    [
+        ({"mixed_precision": "fp16"}, "training.precision"),
+        ({"gradient_accumulation_steps": 4}, "training.accumulation_steps"),
+        ({"backend": DynamoBackend.INDUCTOR}, "training.compile"),
+    ],
+)
+def test_settings_of_accelerate_that_ours_stand_for_are_refused(setting: dict[str, Any], own: str):
+    def accelerator(
+        *,
+        mixed_precision: str = "no",
+        gradient_accumulation_steps: int = 1,
+        backend: DynamoBackend = DynamoBackend.NO,
+    ) -> Any:
+        state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=backend))
+        return SimpleNamespace(
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            state=state,
+        )
+
+    check_accelerate(accelerator())
+    check_accelerate(Accelerator(cpu=True))
+    with pytest.raises(ValueError, match=f"{own} decides about that here"):
+        check_accelerate(accelerator(**setting))
+
+
 def test_fsdp_of_the_first_version_is_refused():
     accelerator = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=False)
     with pytest.raises(ValueError, match="fsdp_version: 2"):
-        is_sharding(accelerator)  # type: ignore[arg-type]
+        is_fsdp(accelerator)  # type: ignore[arg-type]

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from train.provenance import command_line, provenance, redacted
+from train.run import _keep_traceback
 from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
 
 CONFIG_YAML = "name: toy\ndraft:\n  kind: causal_lm\noptim:\n  learning_rate: 0.1\ntracking:\n  tracker: none\n"
@@ -84,6 +86,18 @@ def test_secrets_of_the_environment_are_struck_out(tmp_path: Path, monkeypatch: 
     assert "s3cr3t" not in written
     assert "<redacted>" in written
     assert redacted("nothing here") == "nothing here"
+
+
+def test_no_secret_is_kept_with_an_error(tmp_path: Path):
+    for rank, name in ((0, "traceback.txt"), (1, "rank1-traceback.txt")):
+        try:
+            raise ValueError("no answer from https://user:pass-word@host/path")
+        except ValueError:
+            accelerator = SimpleNamespace(process_index=rank)
+            _keep_traceback(SimpleNamespace(accelerator=accelerator, run_dir=tmp_path))  # type: ignore[arg-type]
+        kept = (tmp_path / name).read_text()
+        assert "no answer from https://<redacted>@host/path" in kept
+        assert "pass-word" not in kept
 
 
 @pytest.mark.parametrize(

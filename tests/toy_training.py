@@ -25,6 +25,7 @@ from train.rng import seed_everything
 from train.run_log import RunLog
 from train.session import resume, save
 from train.sharding import shard_on_cpu
+from train.zero import start_zero
 
 VOCAB_SIZE = 11
 BATCHES_PER_EPOCH = 5
@@ -109,6 +110,7 @@ def toy_parts(
     seed_everything(3)
     accelerator = Accelerator(cpu=True)
     shard_on_cpu(accelerator)
+    start_zero(accelerator)
     return make_parts(
         accelerator,
         ToyDrafter(dropout),

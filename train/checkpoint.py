@@ -25,10 +25,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from train.parts import Parts, scatter_whole
 from train.rng import RngState
-from train.sharding import like, load_optimizer_state
+from train.sharding import trained_weights
 
 FORMAT_VERSION = 1
 MANIFEST = "checkpoint.json"
@@ -107,7 +107,7 @@ class Checkpoints:
 
         Args:
             weights: whole tensors, of `trained_weights`.
-            moments: whole tensors, of `full_optimizer_state`, and others to be continued with.
+            moments: whole tensors, of `Updates.moments`, and others to be continued with.
             rng: one state per rank.
             write_drafter: writes the drafter folder.
 
@@ -209,17 +209,17 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(folder, state, manifest["param_groups"], manifest["rng"])
 
 
-def restore(
-    checkpoint: Checkpoint, *, module: nn.Module, optimizer: Optimizer, rank: int
-) -> RngState:
-    """Loads weights and moments in place; returns the rank's random state, to be set last.
+def restore(checkpoint: Checkpoint, parts: Parts) -> RngState:
+    """Loads weights and moments in place; returns the process's random state, to be set last.
 
     Raises:
         ValueError: if names or shapes differ from the drafter at hand.
     """
-    restore_weights(checkpoint, module)
+    restore_weights(checkpoint, parts.whole)
+    scatter_whole(parts)
     tensors = load_file(checkpoint.folder / OPTIMIZER)
-    load_optimizer_state(optimizer, tensors, checkpoint.param_groups)
+    parts.updates.load_moments(tensors, checkpoint.param_groups)
+    rank = parts.accelerator.process_index
     prefix = f"rng.{rank}."
     random_tensors = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
     return RngState(checkpoint.rng[rank], random_tensors)
@@ -237,16 +237,7 @@ def restore_weights(checkpoint: Checkpoint, module: nn.Module) -> None:
         raise ValueError(f"checkpoint {checkpoint.folder.name} is of another drafter: {problem}")
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(like(weights[name], tensor))
-
-
-def trained_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Trainable parameters and saved buffers by plain name; a tied parameter appears once. Sharded
-    where the module is."""
-    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    state = module.state_dict()
-    return {k: v.detach() for k, v in state.items() if k in trainable or k not in parameters}
+            tensor.copy_(weights[name])
 
 
 def _difference(saved: dict[str, Tensor], own: dict[str, Tensor]) -> str | None:

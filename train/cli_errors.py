@@ -6,6 +6,7 @@ user gets the config path that was typed and the nearest one that exists.
 
 import dataclasses
 import difflib
+import math
 import re
 from typing import Any, get_type_hints
 
@@ -81,7 +82,7 @@ def key_paths(schema: type, prefix: str = "") -> list[str]:
 
 
 def check_complete(config: DictConfig, schema: type) -> None:
-    """Resolves everything and refuses what is missing or was added with `+`.
+    """Resolves everything and refuses what is missing, was added with `+`, or is no finite number.
 
     Raises:
         ValueError: naming the key.
@@ -89,9 +90,12 @@ def check_complete(config: DictConfig, schema: type) -> None:
     """
     OmegaConf.resolve(config)
     valid = set(key_paths(schema))
-    for path in _paths(OmegaConf.to_container(config)):
+    for path, value in _values(OmegaConf.to_container(config)).items():
         if path not in valid and not _in_open_node(path, schema):
             raise ValueError(unknown_key(path, schema))
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(one, float) and not math.isfinite(one) for one in numbers):
+            raise ValueError(f"{path} is {value}, expected a finite number")
     if missing := sorted(OmegaConf.missing_keys(config)):
         also = " or start an experiment" if missing[0] == "name" else ""
         raise ValueError(f"{missing[0]} has no value: give {missing[0]}=...{also}")
@@ -106,14 +110,15 @@ def _unknown_choice(file: str, options: list[str]) -> str:
     )
 
 
-def _paths(node: Any, path: str = "") -> list[str]:
+def _values(node: Any, path: str = "") -> dict[str, Any]:
+    """What stands at each path, nodes and leaves."""
     if not isinstance(node, dict):
-        return []
-    paths = []
+        return {}
+    found: dict[str, Any] = {}
     for key, value in node.items():
         child = f"{path}.{key}" if path else str(key)
-        paths += [child, *_paths(value, child)]
-    return paths
+        found |= {child: value, **_values(value, child)}
+    return found
 
 
 def _in_open_node(path: str, schema: type) -> bool:

@@ -7,7 +7,6 @@ micro-batches and ranks, so 1 process x 4 micro-batches, 2 x 2 and 4 x 1 take th
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,14 +19,14 @@ from train.checkpoint import TrainState
 from train.finite import FiniteWatch
 from train.interrupts import Interrupted, StopRequest
 from train.metrics import MetricSums
-from train.optim import OptimConfig, learning_rate_at, set_learning_rate
-from train.parts import Parts, host_sums
+from train.optim import OptimConfig, learning_rate_at
+from train.parts import Parts, gather_whole, host_sums, scatter_whole
 from train.processes import on_main
 from train.progress import StageProgress
 from train.rng import rng_untouched
 from train.run_log import RunLog
 from train.samples import Sample
-from train.sharding import full_tensor
+from train.sharding import trained_weights
 from train.throughput import Throughput
 
 
@@ -136,27 +135,18 @@ def optimizer_step(
     scale = parts.accelerator.num_processes / max(num_tokens, 1)
     loss_sum = torch.zeros((), device=parts.device)
     for number, turn in enumerate(turns, start=1):
-        last = number == len(turns)
-        with nullcontext() if last else parts.accelerator.no_sync(parts.loss):
+        with parts.updates.micro_batch(is_last=number == len(turns)):
             terms = parts.loss(turn.batch)
-            parts.scaler.scale(terms.loss_sum * (scale if turn.counts else 0.0)).backward()
+            parts.updates.backward(terms.loss_sum * (scale if turn.counts else 0.0))
         if turn.counts:
             sums.add(terms)
             loss_sum += terms.loss_sum.detach()
-    parts.scaler.unscale_(parts.optimizer)
-    norm = parts.accelerator.clip_grad_norm_(parts.drafter.parameters(), optim.max_grad_norm)
-    assert isinstance(norm, Tensor)
     learning_rate = learning_rate_at(state.step + 1, state.max_steps, optim)
-    set_learning_rate(parts.optimizer, learning_rate)
-    parts.scaler.step(parts.optimizer)
-    parts.scaler.update()
-    parts.optimizer.zero_grad(set_to_none=True)
+    norm = parts.updates.step(learning_rate)
     state.step += 1
     state.num_tokens += num_tokens
     ids = [name for batch in counted for name in batch.ids]
-    return Step(
-        learning_rate, loss_sum, full_tensor(norm), num_tokens, num_positions, ids, stops > 0
-    )
+    return Step(learning_rate, loss_sum, norm, num_tokens, num_positions, ids, stops > 0)
 
 
 def measured_step_s(parts: Parts, optim: OptimConfig, *, seconds: float = 5.0) -> float:
@@ -164,8 +154,8 @@ def measured_step_s(parts: Parts, optim: OptimConfig, *, seconds: float = 5.0) -
 
     The first step is not counted: it allocates, and compiles where that is asked for.
     """
-    trained = [parameter for parameter in parts.drafter.parameters() if parameter.requires_grad]
-    weights = [parameter.detach().clone() for parameter in trained]
+    trained = trained_weights(gather_whole(parts))
+    weights = {name: tensor.clone() for name, tensor in trained.items()}
     scaler = parts.scaler.state_dict()
     state = TrainState(max_steps=10**9)
     times: list[float] = []
@@ -177,9 +167,10 @@ def measured_step_s(parts: Parts, optim: OptimConfig, *, seconds: float = 5.0) -
             step.grad_norm.item()  # waits for the device
             times.append(time.perf_counter() - start)
     with torch.no_grad():
-        for parameter, before in zip(trained, weights, strict=True):
-            parameter.copy_(before)
-    parts.optimizer.state.clear()
+        for name, tensor in trained.items():
+            tensor.copy_(weights[name])
+    scatter_whole(parts)
+    parts.updates.forget_moments()
     parts.scaler.load_state_dict(scaler)
     own_s = sum(times[1:]) / len(times[1:])
     return on_main(parts.accelerator, lambda: own_s)

@@ -1,6 +1,6 @@
 """What a training step works on: the drafter with its objective, wrapped for the processes there are.
 
-Many processes hold whole copies (DDP) or a share of every weight (FSDP2); which of them is
+Many processes hold whole copies (DDP) or a share of every weight (FSDP2, DeepSpeed); which of them is
 accelerate's setting. Where weights are sharded, `Parts.whole` is a copy that `gather_whole` fills
 before acceptance is measured or a checkpoint is written.
 """
@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.optim import AdamW
 from transformers import PreTrainedModel
 
 from distill.batches import Batch
 from distill.objective import Objective, Terms
 from train.optim import OptimConfig, make_optimizer
 from train.precision import Precision, autocast
-from train.sharding import full_tensor, is_sharding
+from train.sharding import is_fsdp, trained_weights
+from train.updates import TorchUpdates, Updates
+from train.zero import ZeroUpdates, check_zero, is_zero
 
 MicroBatches = Callable[[int], Batch]  # number of a micro-batch in the endless stream -> the batch
 
@@ -50,7 +50,7 @@ class Parts:
     """What a step works on.
 
     Attributes:
-        drafter: the bare module that is trained; under FSDP2 its parameters are shards.
+        drafter: the bare module that is trained; its parameters may be shards.
         whole: the module that was given: the same one, or where that is sharded one with whole
             weights, as of the last `gather_whole`.
         loss: `drafter` with its objective, wrapped.
@@ -62,7 +62,7 @@ class Parts:
     drafter: nn.Module
     whole: nn.Module
     loss: nn.Module
-    optimizer: AdamW
+    updates: Updates
     scaler: GradScaler
     micro_batches: MicroBatches
     accumulation_steps: int
@@ -89,37 +89,50 @@ def make_parts(
     because its `backward` divides by it.
 
     Raises:
-        ValueError: under DeepSpeed, whose engine owns the optimizer and could not be resumed exactly.
+        ValueError: for settings of accelerate that training does not go with.
     """
     assert accelerator.gradient_accumulation_steps == 1
-    if accelerator.distributed_type is DistributedType.DEEPSPEED:
-        raise ValueError(
-            "accelerate is set to DeepSpeed, which takes over the optimizer step and its state: "
-            "use FSDP2, which shards the same things (conf/accelerate/8gpu_fsdp2.yaml)"
-        )
+    if is_zero(accelerator):
+        check_zero(accelerator.deepspeed_plugin.deepspeed_config, precision)
     drafter.to(accelerator.device)
-    sharding = is_sharding(accelerator)
-    trained = copy.deepcopy(drafter) if sharding else drafter
+    trained = copy.deepcopy(drafter) if is_sharding(accelerator) else drafter
     optimizer = make_optimizer(trained.parameters(), optim)
     loss = DrafterLoss(trained, objective, precision)
-    if sharding:
-        loss, prepared = accelerator.prepare(loss, optimizer)  # swaps in the sharded parameters
-        optimizer = prepared.optimizer
-    else:
-        loss = accelerator.prepare(loss)
     scaler = GradScaler(accelerator.device.type, enabled=precision is Precision.fp16)
+    updates: Updates
+    if is_zero(accelerator):
+        updates = zero = ZeroUpdates(accelerator, trained, loss, optimizer, optim)
+        loss = zero.loss
+    else:
+        if is_fsdp(accelerator):
+            loss, prepared = accelerator.prepare(loss, optimizer)  # swaps in the sharded parameters
+            optimizer = prepared.optimizer
+        else:
+            loss = accelerator.prepare(loss)
+        updates = TorchUpdates(
+            accelerator, trained, loss, optimizer, scaler, max_grad_norm=optim.max_grad_norm
+        )
     several_devices = accelerator.num_processes > 1 and accelerator.device.type != "cpu"
     return Parts(
         accelerator,
         trained,
         drafter,
         loss,
-        optimizer,
+        updates,
         scaler,
         micro_batches,
         accumulation_steps,
         dist.new_group(backend="gloo") if several_devices else None,
     )
+
+
+def is_sharding(accelerator: Accelerator) -> bool:
+    """Whether no process holds the whole drafter while it trains.
+
+    Raises:
+        ValueError: see `is_fsdp`.
+    """
+    return is_zero(accelerator) or is_fsdp(accelerator)
 
 
 def checkpoint_layers(module: nn.Module) -> None:
@@ -142,10 +155,16 @@ def checkpoint_layers(module: nn.Module) -> None:
 def gather_whole(parts: Parts) -> nn.Module:
     """`parts.whole` with the weights of now; every process has to call it."""
     if parts.whole is not parts.drafter:
-        sharded = parts.drafter.state_dict()
-        for name, tensor in parts.whole.state_dict().items():
-            tensor.copy_(full_tensor(sharded[name]))
+        own = trained_weights(parts.whole)
+        for name, tensor in parts.updates.whole_weights().items():
+            own[name].copy_(tensor)
     return parts.whole
+
+
+def scatter_whole(parts: Parts) -> None:
+    """The inverse: gives what is trained the weights of `parts.whole`; every process has to call it."""
+    if parts.whole is not parts.drafter:
+        parts.updates.put_weights(trained_weights(parts.whole))
 
 
 def host_sums(parts: Parts, values: list[int]) -> list[int]:

@@ -1,13 +1,41 @@
-"""What one process does for all of them."""
+"""What accelerate may be set to, and what one process does for all of them."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import DynamoBackend, broadcast_object_list, gather_object
 
 Result = TypeVar("Result")
 PASSED_ON = (ValueError, OSError, RuntimeError)
+
+
+def check_accelerate(accelerator: Accelerator) -> None:
+    """Refuses settings of accelerate that the training's own stand for.
+
+    Raises:
+        ValueError: naming the setting to use instead.
+    """
+    settings = (
+        ("mixed_precision", accelerator.mixed_precision, "no", "training.precision"),
+        (
+            "gradient_accumulation_steps",
+            accelerator.gradient_accumulation_steps,
+            1,
+            "training.accumulation_steps",
+        ),
+        (
+            "dynamo_backend",
+            accelerator.state.dynamo_plugin.backend.value,
+            DynamoBackend.NO.value,
+            "training.compile",
+        ),
+    )
+    for name, found, neutral, own in settings:
+        if found != neutral:
+            raise ValueError(
+                f"accelerate's {name} is {found}, expected {neutral}: {own} decides about that here"
+            )
 
 
 def on_main(accelerator: Accelerator, function: Callable[[], Result]) -> Result:

@@ -29,7 +29,7 @@ from train.job import Job
 from train.material import prepare
 from train.out_of_memory import memory_advice
 from train.plan import describe, measure_machine, planned_stages
-from train.processes import on_main
+from train.processes import check_accelerate, on_main
 from train.provenance import command_line, redacted
 from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
 from train.run_log import RunLog
@@ -44,6 +44,7 @@ from train.stages import (
     train_drafter,
     verify_folder,
 )
+from train.zero import start_zero
 
 TRACEBACK = "traceback.txt"
 # Ranks wait for the main one while it writes answers and evaluates.
@@ -69,12 +70,7 @@ def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     check_tracker(config.tracking)
-    accelerator = Accelerator(
-        # Said, since accelerate starts no processes on CPUs that it is not told to use.
-        cpu=config.target.device == "cpu" or not torch.accelerator.is_available(),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=WAIT_FOR_MAIN)],
-    )
-    shard_on_cpu(accelerator)
+    accelerator = _accelerator(config)
     with StopRequest() as stop, _own_logs_shown(accelerator.is_main_process):
         choice = on_main(accelerator, lambda: _choose(config))
         if choice.finished:
@@ -102,6 +98,26 @@ def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
             if lock is not None:
                 lock.close()
             accelerator.free_memory()  # of the device; the next job of a sweep needs it
+
+
+def _accelerator(config: TrainConfig) -> Accelerator:
+    """The processes there are, as accelerate's settings have them.
+
+    Raises:
+        ValueError: for settings of accelerate that training does not go with.
+    """
+    try:
+        accelerator = Accelerator(
+            # Said, since accelerate starts no processes on CPUs that it is not told to use.
+            cpu=config.target.device == "cpu" or not torch.accelerator.is_available(),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=WAIT_FOR_MAIN)],
+        )
+    except ImportError as error:  # it is set to DeepSpeed, which is not installed
+        raise ValueError(f"accelerate: {error}") from error
+    check_accelerate(accelerator)
+    shard_on_cpu(accelerator)
+    start_zero(accelerator)
+    return accelerator
 
 
 def _run_stages(job: Job) -> RunResult:
@@ -198,6 +214,6 @@ def _keep_traceback(job: Job) -> None:
     rank = job.accelerator.process_index
     name = TRACEBACK if rank == 0 else f"rank{rank}-{TRACEBACK}"
     try:
-        (job.run_dir / name).write_text(traceback.format_exc())
+        (job.run_dir / name).write_text(redacted(traceback.format_exc()))
     except OSError as error:  # a full disk must not hide the first error
         print(f"the traceback was not written: {error}", file=sys.stderr)

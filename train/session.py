@@ -9,13 +9,12 @@ from train.checkpoint import (
     TrainState,
     read_checkpoint,
     restore,
-    trained_weights,
 )
 from train.on_policy import proposer_tensors, restore_proposer
 from train.parts import Parts, gather_whole
 from train.processes import from_all, on_main
 from train.rng import capture_rng, restore_rng
-from train.sharding import full_optimizer_state
+from train.sharding import trained_weights
 
 
 def resume(
@@ -47,8 +46,7 @@ def resume(
         return None
     checkpoint = read_checkpoint(folder)
     _require_same_run(checkpoint.state, identity, parts.accelerator.num_processes)
-    rank = parts.accelerator.process_index
-    rng = restore(checkpoint, module=parts.drafter, optimizer=parts.optimizer, rank=rank)
+    rng = restore(checkpoint, parts)
     if proposer is not None:
         restore_proposer(proposer, checkpoint, refresh_every=refresh_every)
     if parts.accelerator.is_main_process:
@@ -74,7 +72,7 @@ def save(
     """
     rng = from_all(parts.accelerator, capture_rng())
     weights = trained_weights(gather_whole(parts))
-    moments = full_optimizer_state(parts.optimizer) | proposer_tensors(proposer)
+    moments = parts.updates.moments() | proposer_tensors(proposer)
     state.scaler = parts.scaler.state_dict()
 
     def write() -> Path:
@@ -82,7 +80,7 @@ def save(
             state,
             weights=weights,
             moments=moments,
-            param_groups=parts.optimizer.state_dict()["param_groups"],
+            param_groups=parts.updates.param_groups(),
             rng=rng,
             write_drafter=write_drafter,
         )

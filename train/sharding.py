@@ -9,13 +9,13 @@ import os
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 
-def is_sharding(accelerator: Accelerator) -> bool:
-    """Whether accelerate was told to shard.
+def is_fsdp(accelerator: Accelerator) -> bool:
+    """Whether accelerate was told to shard with FSDP.
 
     Raises:
         ValueError: for FSDP1, whose flattened parameters have other names and shapes.
@@ -47,6 +47,15 @@ def like(whole: Tensor, model: Tensor) -> Tensor:
     if not isinstance(model, DTensor):
         return moved
     return distribute_tensor(moved, model.device_mesh, model.placements, src_data_rank=None)
+
+
+def trained_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Trainable parameters and saved buffers by plain name; a tied parameter appears once. Sharded
+    where the module is."""
+    trainable = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    state = module.state_dict()
+    return {k: v.detach() for k, v in state.items() if k in trainable or k not in parameters}
 
 
 def full_optimizer_state(optimizer: Optimizer) -> dict[str, Tensor]:

@@ -33,14 +33,20 @@ from train.job import Job
 from train.loop import Intervals, Measurement, measured_step_s, steps_in, train
 from train.material import Material
 from train.on_policy import make_proposer, objective_of, with_rollouts
-from train.parts import MicroBatches, Parts, checkpoint_layers, gather_whole, make_parts
+from train.parts import (
+    MicroBatches,
+    Parts,
+    checkpoint_layers,
+    gather_whole,
+    is_sharding,
+    make_parts,
+)
 from train.precision import Precision, resolved
 from train.prefetch import Prefetching
 from train.processes import on_main
 from train.rng import rng_untouched, seed_everything
 from train.run_dir import write_atomically
 from train.session import resume, save
-from train.sharding import is_sharding
 from train.wiring import check_wiring, wiring_values
 
 PRECISION = "precision.json"
@@ -77,7 +83,9 @@ def load_training(job: Job, material: Material) -> Training:
         checkpoint_layers(recipe.module)
     if config.training.compile:
         if is_sharding(job.accelerator):
-            raise ValueError("training.compile=true does not go with FSDP2: set one of them off")
+            raise ValueError(
+                "training.compile=true does not go with FSDP2 or DeepSpeed: set one of them off"
+            )
         recipe.compile()
     parts = make_parts(
         job.accelerator,
@@ -116,8 +124,11 @@ def _batches(job: Job, start: Start, target: Target, proposer: Proposer | None) 
             start.examples, max_tokens=config.training.batch_tokens, seed=config.seed
         )
 
+    loaded = stream()
     made: MicroBatches = Prefetching(
-        stream(), stride=accelerator.num_processes, device=accelerator.device
+        lambda number: start.recipe.prepared(loaded(number)),
+        stride=accelerator.num_processes,
+        device=accelerator.device,
     )
     if config.signals.form is SignalForm.live:
         made = LiveSignals(made, target)

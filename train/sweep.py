@@ -8,6 +8,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from train.provenance import redacted
+
 SUMMARY = "sweep.md"
 
 
@@ -61,4 +63,4 @@ def print_sweep(jobs: Sequence[SweepJob], folder: Path) -> None:
     Console().print(table, markup=False)
     lines = ["| " + " | ".join(row) + " |" for row in (HEADS, ["---"] * len(HEADS), *rows)]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SUMMARY).write_text("\n".join(lines) + "\n")
+    (folder / SUMMARY).write_text(redacted("\n".join(lines) + "\n"))

@@ -240,6 +240,7 @@ def _only(batch: Batch, starts: list[list[int]], examples: Sequence[Example]) ->
         token_ids=batch.token_ids,
         positions=batch.positions[index],
         labels=batch.labels[index],
+        spans=[(min(places) - 1, max(places) - 1) for places in starts],
         rows=rows_at(batch.rows, index),
         features=batch.features,
     )

@@ -166,6 +166,9 @@ class CausalLMRecipe:
             reference = reference_of(loss.selection.reference, head, loss, device)
         return objective(self.module, head, loss, reference=reference)
 
+    def prepared(self, batch: Batch) -> Batch:
+        return batch
+
     def snapshot(self) -> "CausalLMRecipe":
         copied = copy.copy(self)
         copied.module = copy.deepcopy(self.module)

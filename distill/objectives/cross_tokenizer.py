@@ -15,7 +15,7 @@ draft tokens, D hidden size, n shared tokens, W rows of the drafter's head.
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from distill.batches import Batch, Example
+from distill.batches import Batch, DraftRows, Example
 from distill.chunked_head import HeadSums, head_loss
-from distill.draft_contexts import DraftContexts, DraftRows
+from distill.draft_contexts import DraftContexts
 from distill.losses import LossConfig, LossName
 from distill.objective import Objective, Terms, terms_of
 from distill.position_weights import WeightScheme
@@ -124,6 +124,11 @@ class CrossTokenizerRecipe:
         self._head = parts.head
         self._draft_ids, target_ids = _shared(tokenizer, self._target_tokenizer)
         assert torch.equal(target_ids, parts.vocab.token_ids), "the head is cut to other tokens"
+        self._contexts = DraftContexts(
+            tokenizer,
+            self._target_tokenizer,
+            max_positions=getattr(module.config, "max_position_embeddings", 2**31),
+        )
 
     def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
         return {}
@@ -138,20 +143,19 @@ class CrossTokenizerRecipe:
                 "draft.kind=cross_tokenizer has gaps where the tokenizers end tokens at different "
                 "places: loss.weights, loss.selection and loss.name=expected_length are for others"
             )
-        contexts = DraftContexts(
-            self.tokenizer,
-            self._target_tokenizer,
-            max_positions=getattr(self.module.config, "max_position_embeddings", 2**31),
-        )
         device = next(self.module.parameters()).device
         return objective(
             self.module,
-            contexts,
+            self._contexts,
             self._head.to(device),
             self._draft_ids.to(device),
             loss,
             text_weight=self._settings.text_weight,
         )
+
+    def prepared(self, batch: Batch) -> Batch:
+        """Re-encoding asks for token ids on the host; a device would be waited for."""
+        return replace(batch, draft_rows=self._contexts(batch, scoring=False))
 
     def drafter(self, *, engine: Engine) -> CrossTokenizerDrafter:
         return CrossTokenizerDrafter.from_module(
@@ -196,7 +200,9 @@ def objective(
     frozen_rows = None if given.requires_grad else given.detach()[draft_ids]
 
     def terms(module: nn.Module, batch: Batch) -> Terms:
-        rows = contexts(batch, scoring=not module.training)
+        rows = batch.draft_rows if module.training else None
+        if rows is None:
+            rows = contexts(batch, scoring=not module.training)
         body = getattr(module, module.base_model_prefix)  # type: ignore[call-overload]
         hidden = body(input_ids=rows.token_ids, use_cache=False).last_hidden_state.flatten(0, 1)
         head = module.get_output_embeddings().weight  # type: ignore[operator]

@@ -161,5 +161,4 @@ def _window(batch: Batch, rows: Tensor, places: Tensor, steps: int) -> Window:
     """The entries from where each row's first draft began to its last loss position."""
     none = places.new_zeros(len(batch.token_ids))
     first = none.scatter_reduce(0, rows, places - steps, "amin", include_self=False)
-    last = none.scatter_reduce(0, rows, places - 1, "amax", include_self=False)
-    return Window(first, int((last - first).max()) + 1)
+    return Window(first, max(end - begin for begin, end in batch.spans) + steps)

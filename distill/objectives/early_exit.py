@@ -137,6 +137,9 @@ class EarlyExitRecipe:
         device = batch.positions.device
         return output.hidden[exit_layer].to(device).flatten(0, 1)[batch.positions]
 
+    def prepared(self, batch: Batch) -> Batch:
+        return batch
+
     def snapshot(self) -> "EarlyExitRecipe":
         copied = copy.copy(self)
         copied.module = copy.deepcopy(self.module)
