@@ -29,6 +29,7 @@ from eval.verdict import fastest
 from specdec_runtime.draft import Drafter
 from specdec_runtime.formats import DrafterManifest, is_drafter_folder, read_manifest
 from specdec_runtime.loading import load_drafter, load_target
+from specdec_runtime.missing_folder import missing_folder
 from specdec_runtime.tokenizers import template_hash
 
 log = logging.getLogger(__name__)
@@ -163,8 +164,8 @@ def target_name(config: EvalConfig, manifest: DrafterManifest | None) -> str:
     """
     if config.target.model is not None:
         return config.target.model
-    if config.drafter.startswith(("/", ".")) and not Path(config.drafter).exists():
-        raise ValueError(f"drafter={config.drafter}: no such folder")
+    if ":" not in config.drafter and (problem := missing_folder(config.drafter)):
+        raise ValueError(f"drafter={problem}")
     if manifest is None or not manifest.target.name:
         raise ValueError(
             f"drafter={config.drafter} does not say which target it belongs to: give target=..."

@@ -23,6 +23,7 @@ from specdec_runtime.formats import (
     read_draft_vocab,
     read_manifest,
 )
+from specdec_runtime.missing_folder import missing_folder
 from specdec_runtime.parallel_files import is_parallel, own_tensors
 
 EAGLE3_ARCHITECTURES = (
@@ -127,6 +128,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         ValueError: if it is missing or no JSON object.
     """
     path = folder / "config.json"
+    if not folder.is_dir():
+        problem = missing_folder(folder.absolute()) or f"{folder} is a file"
+        raise ValueError(f"{problem}: expected a Hugging Face model folder")
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json: expected a Hugging Face model folder")
     try:

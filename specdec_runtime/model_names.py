@@ -13,6 +13,7 @@ from pathlib import Path
 from specdec_runtime.assets import SMOLLM2, cache_folder, fetch
 from specdec_runtime.file_lock import exclusive
 from specdec_runtime.gguf_folder import convert_gguf
+from specdec_runtime.missing_folder import missing_folder
 from specdec_runtime.tiny_target import NAME as TINY_TARGET
 from specdec_runtime.tiny_target import tiny_target
 
@@ -42,9 +43,9 @@ def resolve_model(name: str | Path) -> str:
     if path.is_dir():
         check_folder(path)
         return str(path)
-    if str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+    if problem := missing_folder(name):
         raise ValueError(
-            f"{name}: no such folder; expected a folder, a .gguf file, a hub id (owner/name) or "
+            f"{problem}; expected a folder, a .gguf file, a hub id (owner/name) or "
             f"one of {', '.join(embedded_models())}"
         )
     return str(name)
