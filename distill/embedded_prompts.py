@@ -73,7 +73,7 @@ def embedded_prompts(
 
 def mt_bench() -> list[Prompt]:
     """The first turns of MT-bench's 80 questions."""
-    return [asked("mt_bench", text) for text in mt_bench_questions()]
+    return [asked("mt_bench", text, category=kind) for text, kind in mt_bench_questions()]
 
 
 # Evaluation suites that come with the product, by name.

@@ -31,6 +31,7 @@ class Prompt:
         token_ids: instead of messages: a prompt and the beginning of its answer, rendered already.
         answer: what the data set itself answers; None = the target writes it.
         later: what is asked after this answer, and after the next one, and so on.
+        category: the kind of prompt within a source that has several; "" = the source is the kind.
     """
 
     id: str
@@ -42,6 +43,7 @@ class Prompt:
     token_ids: tuple[int, ...] = ()
     answer: Message | None = None
     later: tuple[tuple[Message, ...], ...] = ()
+    category: str = ""
 
 
 def make_prompt(source: str, messages: Sequence[Message], **others: Any) -> Prompt:
@@ -51,9 +53,10 @@ def make_prompt(source: str, messages: Sequence[Message], **others: Any) -> Prom
     return Prompt(f"{source}-{digest[:16]}", source, tuple(messages), **others)
 
 
-def asked(source: str, text: str, about: str = "") -> Prompt:
+def asked(source: str, text: str, about: str = "", category: str = "") -> Prompt:
     """A prompt of one user message."""
-    return make_prompt(source, [{"role": "user", "content": text}], about=about)
+    messages = [{"role": "user", "content": text}]
+    return make_prompt(source, messages, about=about, category=category)
 
 
 def user_texts(prompt: Prompt) -> list[str]:

@@ -102,10 +102,11 @@ def sharegpt_openings(count: int, seed: int) -> Pairs:
     return _drawn([(text, "") for text in openings], count, seed)
 
 
-def mt_bench_questions() -> list[str]:
-    """The first turns of the 80 questions, in their order."""
+def mt_bench_questions() -> Pairs:
+    """The first turns of the 80 questions, in their order, each with its category."""
     lines = fetch(MT_BENCH).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["turns"][0] for line in lines]
+    questions = [json.loads(line) for line in lines]
+    return [(question["turns"][0], question["category"]) for question in questions]
 
 
 def _drawn(pairs: Pairs, count: int, seed: int) -> Pairs:

@@ -9,15 +9,21 @@ from dataclasses import dataclass, replace
 
 from eval.config import EvaluationConfig
 from eval.costs import NUM_PROMPTS, TURN_ROUNDS, run_lengths
+from eval.rivals import NUM_REPEATS as RIVAL_REPEATS
+from eval.sweeps import NUM_REPEATS as BATCH_REPEATS
 
 GUESSED_LENGTH = 1.4  # tokens a round, before anything is known
 GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
-TIMED_SHARE = 0.35  # of the time limit that timing may always use
+TIMED_SHARE = 0.45  # of the time limit that timing may always use
 REFERENCE_SHARE = 0.1  # of the time limit, at most, for decoding with transformers
 SCORING = 1.5  # of a pass over a text: the whole vocabulary at every position, and its sums
 REPLAY = 0.25  # of a pass over a text: what a drafter would have proposed along it
 FOLLOWING = 1.5  # the same where every draft is followed from its own place (state_drafts.py)
+RECORDING = 2.5  # of a pass over a text: the longest draft from every place, with confidences
+RIVAL_SLOWNESS = 6  # of another program and ours together, in passes of our target
+LONG_CONTEXT = 1.5  # a long prompt's pass, in what its number of tokens alone would make it
 OTHER_PASSES = 1000  # passes over one token: baselines, sampling rules, self-draft, traces
+FINISHING_PASSES = 300  # of these, what comes behind the timing: traces, weak places, the page
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Amounts:
 
 
 def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig) -> list[PartTime]:
-    """Seconds of each part but the timing, which takes what is left."""
+    """Seconds of each part but the timing, which comes last and takes what is left."""
     suites, temperatures = amounts.num_suites, amounts.num_temperatures
     texts = suites * temperatures * _decoding(pass_s, amounts, amounts.num_prompts, 0, config)
     whole = _decoding(pass_s, amounts, amounts.num_prompts, config.num_draft_tokens, config)
@@ -73,7 +79,36 @@ def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
         PartTime("costs of a round", costs),
         PartTime("decoding with the drafters", decoded),
         PartTime("replays and weak places", read),
+        *_on_request(pass_s, amounts, config),
     ]
+
+
+def _on_request(
+    pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
+) -> list[PartTime]:
+    """Seconds of what the settings ask for besides; nothing is listed that they do not."""
+    a_text = _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
+    policies = RECORDING * a_text * amounts.num_suites * amounts.num_prompts
+    rounds = config.max_new_tokens / GUESSED_LENGTH * _pass(pass_s, config.num_draft_tokens + 1)
+    rivals = RIVAL_SLOWNESS * rounds * RIVAL_REPEATS * config.rival_prompts * amounts.num_drafters
+    batches = sum(
+        BATCH_REPEATS * _decoding(pass_s, amounts, size, length, replace(config, batch_size=size))
+        for size in config.batch_sizes
+        for length in (0, *(config.also_time or [2]))
+    )
+    lengths = len(run_lengths(config.max_draft_tokens))
+    a_length = 2 * TURN_ROUNDS * _pass(pass_s, config.max_draft_tokens / 2)
+    contexts = sum(
+        lengths * (2 * LONG_CONTEXT * _pass(pass_s, size) + a_length)
+        for size in config.context_lengths
+    )
+    parts = [
+        PartTime("policies", policies if config.policies else 0.0),
+        PartTime("other programs", rivals),
+        PartTime("batch sizes", batches),
+        PartTime("context lengths", contexts),
+    ]
+    return [part for part in parts if part.seconds]
 
 
 def _decoding(

@@ -102,8 +102,8 @@ def line_chart(title: str, series: Sequence[Series], axes: Axes) -> str:
     _draw_axes(frame, axes, sorted({round(point.x) for point in points}))
     for one in series:
         _draw_series(frame, one)
-    _name_reference(frame, axes, series)
-    legend = _legend(series) if len(series) > 1 else ""
+    named = axes.reference is not None and bool(axes.reference_label)
+    legend = _legend(series, axes) if len(series) > 1 or named else ""
     body = "".join(frame.parts)
     return (
         f'<figure class="plot"><figcaption>{escape(title)}</figcaption>'
@@ -170,19 +170,6 @@ def _draw_axes(frame: _Frame, axes: Axes, x_values: list[int]) -> None:
     )
 
 
-def _name_reference(frame: _Frame, axes: Axes, series: Sequence[Series]) -> None:
-    """The name of the reference line, over the lines, on the side of it where fewer of them end."""
-    if axes.reference is None:
-        return
-    last = [one.points[-1].y for one in series if one.line and one.points]
-    ends_below = 2 * sum(y < axes.reference for y in last) > len(last)
-    y = frame.y(axes.reference) + (-5 if ends_below else 13)
-    frame.parts.append(
-        f'<text class="tick" x="{WIDTH - RIGHT}" y="{y:.1f}" text-anchor="end">'
-        f"{escape(axes.reference_label)}</text>"
-    )
-
-
 def _draw_series(frame: _Frame, series: Series) -> None:
     colour = f"s{series.colour}"
     places = [(frame.x(point.x), frame.y(point.y)) for point in series.points]
@@ -203,13 +190,14 @@ def _draw_series(frame: _Frame, series: Series) -> None:
         )
 
 
-def _legend(series: Sequence[Series]) -> str:
+def _legend(series: Sequence[Series], axes: Axes) -> str:
+    """What each colour is, and the reference line: its name inside the plot would lie on curves."""
     first = {one.colour: one for one in reversed(series)}  # a colour is one thing, named once
-    items = "".join(
-        f'<span><i class="s{one.colour}{_swatch(one)}"></i>{escape(one.name)}</span>'
-        for _, one in sorted(first.items())
-    )
-    return f'<div class="legend">{items}</div>'
+    items = [(f"s{one.colour}{_swatch(one)}", one.name) for _, one in sorted(first.items())]
+    if axes.reference_label:
+        items.append(("reference", axes.reference_label))
+    spans = "".join(f'<span><i class="{kind}"></i>{escape(name)}</span>' for kind, name in items)
+    return f'<div class="legend">{spans}</div>'
 
 
 def _swatch(series: Series) -> str:

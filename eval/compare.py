@@ -1,8 +1,9 @@
 """`python -m eval.compare A B ...`: did the later evaluations get better or worse than the first?
 
-They are evaluation folders or results.json files of the same target and prompts. Acceptance is
-compared prompt by prompt (paired bootstrap), speed by its intervals. For CI: exit code 1 where a
-later one is worse by more than the margin and the interval of the difference excludes 0.
+They are evaluation folders or results.json files of the same target and prompts. Acceptance and
+speed are compared prompt by prompt (paired bootstrap); speed has the repeats of each evaluation
+resampled too, for what the machine did to it. For CI: exit code 1 where a later one is worse by more
+than the margin and the interval of the difference excludes 0.
 """
 
 import argparse
@@ -11,9 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from eval.intervals import Interval, ratio_difference_interval
+from eval.intervals import (
+    Interval,
+    crossed_difference_interval,
+    crossed_ratio_interval,
+    ratio_difference_interval,
+)
 from eval.records import read_json
-from eval.results import AcceptanceResult, Results
+from eval.results import AcceptanceResult, PromptTimes, Results, SpeedResult
+
+Times = list[tuple[float, ...]]  # [repeat][prompt]
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,12 @@ class Difference:
     second: float
     change: Interval
     num_prompts: int
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the interval of the difference leaves out 0."""
+        low, high = self.change.low, self.change.high
+        return low is not None and high is not None and (low > 0 or high < 0)
 
     def is_worse(self, margin: float) -> bool:
         """Whether the second is lower by more than `margin` and surely lower at all."""
@@ -78,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{path}:")
         for one in differences:
             print(_line(one, one.is_worse(given.margin)))
+        if not any(one.is_sure for one in differences):
+            print("no figure differs beyond its 95 % interval")
     return int(any(one.is_worse(given.margin) for differences in found for one in differences))
 
 
@@ -126,32 +142,43 @@ def _length_difference(before: AcceptanceResult, after: AcceptanceResult) -> Dif
 
 
 def _speed_differences(first: Results, second: Results) -> list[Difference]:
-    """Speedups at the recommended lengths; the bounds assume the two runs are independent."""
+    """Speedups at the recommended lengths, on the prompts that both have timed."""
     found = []
     for suite in [suite.name for suite in first.suites]:
         before, after = (
             next((s for s in _main(r.speed, r) if s.suite == suite), None) for r in (first, second)
         )
-        if before is None or after is None or not before.speedup or not after.speedup:
+        if before is None or after is None or before.speedup is None or after.speedup is None:
             continue
-        old, new = before.speedup, after.speedup
-        if old.value is not None and new.value is not None:
-            change = _independent_difference(old, new)
-            found.append(
-                Difference("speedup", suite, old.value, new.value, change, after.num_prompts)
-            )
+        difference = _speedup_difference(before, after)
+        found += [difference] if difference is not None else []
     return found
 
 
-def _independent_difference(before: Interval, after: Interval) -> Interval:
-    """after - before, with the half widths of both added in squares."""
-    assert before.value is not None
-    assert after.value is not None
-    value = after.value - before.value
-    if before.low is None or before.high is None or after.low is None or after.high is None:
-        return Interval(value)
-    half = (((before.high - before.low) / 2) ** 2 + ((after.high - after.low) / 2) ** 2) ** 0.5
-    return Interval(value, value - half, value + half)
+def _speedup_difference(before: SpeedResult, after: SpeedResult) -> Difference | None:
+    """None where they share no timed prompt (or were written when times were not kept by prompt)."""
+    ours = {prompt.prompt_id: prompt for prompt in before.prompts}
+    shared = [(ours[p.prompt_id], p) for p in after.prompts if p.prompt_id in ours]
+    if not shared:
+        return None
+    first, second = (_times(side) for side in zip(*shared, strict=True))
+    ratios = [crossed_ratio_interval(*side).value for side in (first, second)]
+    assert ratios[0] is not None
+    assert ratios[1] is not None
+    lengths = dict.fromkeys((before.num_draft_tokens, after.num_draft_tokens))
+    what = f"speedup, {' and '.join(map(str, lengths))} drafted"
+    change = crossed_difference_interval(first, second)
+    return Difference(what, before.suite, ratios[0], ratios[1], change, len(shared))
+
+
+def _times(prompts: Sequence[PromptTimes]) -> tuple[Times, Times]:
+    """Plain and speculative seconds [repeat][prompt]; per token of plain decoding."""
+    plain = [prompt.plain_s for prompt in prompts]
+    speculative = [
+        [s * prompt.num_plain_tokens / prompt.num_tokens for s in prompt.speculative_s]
+        for prompt in prompts
+    ]
+    return list(zip(*plain, strict=True)), list(zip(*speculative, strict=True))
 
 
 def _main(records: Sequence, results: Results) -> list:

@@ -16,6 +16,8 @@ DEVIATION_LIMIT = (
     0.10  # predicted and measured speedup may differ by this share before it is flagged
 )
 
+NEAR_BEST = 0.02  # predicted speedups that differ by less cannot be told apart
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCosts:
@@ -121,6 +123,18 @@ def best_length(speedups: Mapping[int, float]) -> BestLength:
         if speedup > best.speedup:
             best = BestLength(num_draft_tokens, speedup)
     return best
+
+
+def length_to_use(speedups: Mapping[int, float]) -> int:
+    """The shortest draft length predicted within NEAR_BEST of the best of {length: speedup}; of those
+    that gain, where any does.
+
+    Costs are not known better than that. Among lengths that cannot be told apart the shorter one
+    costs less where a batch grows, and the next measurement finds it again.
+    """
+    best = max(speedups.values())
+    enough = max((1.0 - NEAR_BEST) * best, min(best, 1.0))
+    return min(length for length, speedup in speedups.items() if speedup >= enough)
 
 
 def break_even_acceptance(costs: RoundCosts, num_draft_tokens: int) -> float | None:

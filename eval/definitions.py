@@ -61,6 +61,12 @@ def other_numbers(result: AcceptanceResult) -> list[OtherNumber]:
             _ratio(tokens - result.num_prompts, rounds),
         ),
         OtherNumber(
+            "transformers",
+            "n_matches",
+            "(returned tokens behind the prefill's - rounds) / rounds; inside generate, never returned",
+            _ratio(tokens - result.num_prompts - rounds, rounds),
+        ),
+        OtherNumber(
             "SPEED-Bench (specdec_bench)",
             "acceptance length",
             "mean over prompts of each prompt's own length",

@@ -3,7 +3,13 @@
 Tokens of one prompt are not independent, prompts are: each resample draws whole prompts with
 replacement and divides summed numerators by summed denominators (Davison and Hinkley 1997,
 section 3.8). Everything takes counts; a ratio exists only here and in the report.
-Shapes: P prompts, R resamples.
+
+Times vary with the prompt and with the minute of the machine. Where every prompt was timed in several
+repeats, minutes apart, prompts and repeats are drawn independently of each other: the pigeonhole
+bootstrap (Owen 2007, doi:10.1214/07-AOAS122), which is mildly conservative. Of the few repeats one
+fewer is drawn than there are, since drawing as many is too narrow by (T - 1) / T (Rao and Wu 1988,
+doi:10.1080/01621459.1988.10478591).
+Shapes: P prompts, T repeats, R resamples.
 """
 
 from collections.abc import Sequence
@@ -90,6 +96,62 @@ def ratio_difference_interval(
     sums = counts[:, drawn].sum(-1)  # [4, R]
     kept = sums[:, (sums[1] > 0) & (sums[3] > 0)]
     return _percentiles(value, kept[2] / kept[3] - kept[0] / kept[1])
+
+
+def crossed_ratio_interval(
+    numerators: Sequence[Sequence[float]] | np.ndarray,
+    denominators: Sequence[Sequence[float]] | np.ndarray,
+    *,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Ratio of sums over prompts of medians over repeats; prompts and repeats are both resampled.
+
+    Args:
+        numerators, denominators: [T, P] seconds. One repeat: an interval over prompts alone.
+    """
+    times = np.asarray([numerators, denominators], float)
+    top, bottom = np.median(times, 1).sum(-1)
+    if times.shape[2] < 2:
+        return Interval(float(top / bottom))
+    prompts = resampled_prompts(times.shape[2], num_resamples=num_resamples, seed=seed)
+    tops, bottoms = _crossed_sums(times, prompts, seed=seed)
+    return _percentiles(float(top / bottom), tops / bottoms)
+
+
+def crossed_difference_interval(
+    first: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]],
+    second: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]],
+    *,
+    num_resamples: int = NUM_RESAMPLES,
+    seed: int = 0,
+) -> Interval:
+    """Difference second - first of two such ratios: the same prompts, timed in two runs.
+
+    Prompts are drawn for both runs together, repeats for each run by itself, since the minutes of one
+    say nothing of those of the other.
+
+    Args:
+        first, second: (numerators [T, P], denominators [T, P]); T may differ.
+    """
+    sides = [np.asarray(side, float) for side in (first, second)]
+    ratios = [top / bottom for top, bottom in (np.median(side, 1).sum(-1) for side in sides)]
+    value = float(ratios[1] - ratios[0])
+    if sides[0].shape[2] < 2:
+        return Interval(value)
+    prompts = resampled_prompts(sides[0].shape[2], num_resamples=num_resamples, seed=seed)
+    before, after = (_crossed_sums(side, prompts, seed=seed + i) for i, side in enumerate(sides))
+    return _percentiles(value, after[0] / after[1] - before[0] / before[1])
+
+
+def _crossed_sums(times: np.ndarray, prompts: np.ndarray, *, seed: int) -> np.ndarray:
+    """[2, R] of [2, T, P] times: sums over drawn prompts [R, P] of medians over drawn repeats."""
+    num_repeats, num_resamples = times.shape[1], len(prompts)
+    generator = np.random.default_rng([seed, num_repeats])  # not the stream of the prompts
+    size = (num_resamples, max(num_repeats - 1, 1))
+    repeats = generator.integers(0, num_repeats, size=size)
+    medians = np.median(times[:, repeats], 2)  # [2, R, P]
+    return np.take_along_axis(medians, prompts[None], 2).sum(-1)
 
 
 def mean_interval(

@@ -7,6 +7,7 @@ clock.
 from collections.abc import Sequence
 
 from eval.cost_model import (
+    BestLength,
     PartCheck,
     RoundCosts,
     Step,
@@ -15,6 +16,7 @@ from eval.cost_model import (
     constant_rate_of,
     decomposition,
     deviation,
+    length_to_use,
     predicted_speedup,
 )
 from eval.results import (
@@ -52,6 +54,9 @@ def predict(
     }
     speedups = speedups_by_length(lengths, costs)
     best = best_length(speedups)
+    if best.num_draft_tokens:
+        length = length_to_use(speedups)
+        best = BestLength(length, speedups[length])
     shown = speed.num_draft_tokens if speed is not None else best.num_draft_tokens
     at_shown = lengths.get(shown)
     predicted = None if speed is None else _predicted_as_timed(speed, costs)

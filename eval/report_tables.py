@@ -69,12 +69,20 @@ def speed_table(results: Results) -> Table:
         rows,
         note=(
             "Speedup is plain seconds over speculative seconds a token, prefill included, on the "
-            "same prompts at batch size 1: medians of interleaved repeats, 95 % intervals from a "
-            "bootstrap over prompts. Greedy decoding."
+            "same prompts at batch size 1, all decoders side by side round by round: medians of "
+            f"{_repeats(results)}; 95 % intervals resample prompts and repeats. Greedy decoding."
         ),
         text_columns=frozenset({0, 1}),
         main_rows=frozenset(i for i, s in enumerate(results.speed) if s.drafter == main),
     )
+
+
+def _repeats(results: Results) -> str:
+    """`2 repeats of 10 prompts`; of several suites, of 8 to 10."""
+    prompts = sorted({speed.num_prompts for speed in results.speed}) or [0]
+    numbers = f"{prompts[0]} to {prompts[-1]}" if len(prompts) > 1 else f"{prompts[0]}"
+    repeats = max((speed.num_repeats for speed in results.speed), default=0)
+    return f"{repeats} repeats of {numbers} prompts" if repeats > 1 else f"{numbers} prompts, once"
 
 
 def _speed_row(speed: SpeedResult) -> list[Cell]:

@@ -265,10 +265,21 @@ class BaselineCandidate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptTimes:
+    """One prompt on the clock: seconds with the prefill, one entry a repeat."""
+
+    prompt_id: str
+    plain_s: list[float]
+    speculative_s: list[float]
+    num_plain_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class SpeedResult:
     """Seconds of plain and of speculative decoding of the same prompts, batch size 1.
 
-    Sums over prompts of medians over repeats. speedup = plain_s / speculative_s per token,
+    Sums over prompts of medians over repeats; intervals resample both. speedup = plain_s / speculative_s per token,
     prefill included; decode_speedup leaves the prefill out. None where withheld. is_auto: the
     runtime chose every round's length itself, up to num_draft_tokens. plain_parts, parts: of the
     rounds; None where transformers decoded.
@@ -299,6 +310,7 @@ class SpeedResult:
     rounds_by_drafted: dict[int, int]
     plain_parts: RoundParts | None = None
     parts: RoundParts | None = None
+    prompts: list[PromptTimes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +336,7 @@ class WhatIf:
 class Prediction:
     """What the measured acceptance and costs predict for one drafter and suite (temperature 0).
 
+    best_num_draft_tokens: the shortest length whose predicted speedup is within 2 % of the highest.
     decomposition: speedup left after each cost in turn. what_if: the best predicted speedup if
     one thing changed. predicted_at_measured: of the timed prompts alone, with the acceptance they
     had. deviation: that / the measured decode speedup - 1. parts: where it comes from.

@@ -16,6 +16,7 @@ from pathlib import Path
 from eval import measured_acceptance, measurements
 from eval.acceptance import MeasuredAcceptance, by_category
 from eval.budget import (
+    FINISHING_PASSES,
     REFERENCE_SHARE,
     TIMED_SHARE,
     Amounts,
@@ -26,6 +27,7 @@ from eval.budget import (
 )
 from eval.conclusions import conclude
 from eval.config import EvaluationConfig
+from eval.cost_model import length_to_use
 from eval.exactness import AGAINST_PLAIN, Texts, compare
 from eval.facts import Flag
 from eval.groups import BreakdownResult
@@ -42,7 +44,7 @@ from eval.results import SCHEMA_VERSION, AcceptanceResult, IdentityCheck, Replay
 from eval.sampled_replay import is_recordable
 from eval.suites import EvalPrompt, as_prompts, fitting, spread, write_prompts
 from eval.target_texts import Answer, TargetStates
-from eval.timing import SuiteTiming, time_suite
+from eval.timing import TimedSuite, time_suites
 from eval.trace import Trace, WeakPrefix
 from specdec_runtime.draft import Drafter
 from specdec_runtime.target import Target
@@ -154,10 +156,9 @@ class _Evaluation:
         for name in self.setting.drafters:
             self.measure_drafter(name)
             self.save()
-        for suite in self.setting.suites:
-            self.time(suite)
-            self.save()
         self.look_further()
+        self.time()
+        self.save()
         conclude(
             self.results,
             self.setting.target,
@@ -191,11 +192,10 @@ class _Evaluation:
             )
             self.note("fewer_prompts", message)
             for name, kept in setting.suites.items():
-                setting.suites[name] = spread(kept, fitted.num_prompts)
+                setting.suites[name] = kept[: fitted.num_prompts]
         parts = estimate(self.pass_s, fitted, config)
-        least = TIMED_SHARE * config.time_limit_s
-        self.timing_limit_s = max(config.time_limit_s - total(parts), least)
-        log.info("evaluation: %s, timing up to %.0f s", describe(parts), self.timing_limit_s)
+        left = max(config.time_limit_s - total(parts), TIMED_SHARE * config.time_limit_s)
+        log.info("evaluation: %s, timing the rest, about %.0f s", describe(parts), left)
         self.results.suites = [
             suite_facts(name, kept, self.too_long[name]) for name, kept in setting.suites.items()
         ]
@@ -281,31 +281,42 @@ class _Evaluation:
         check = compare(self.setting.target, prompts, texts, tolerance=self.tolerance)
         self.checks[name].append(check)
 
-    def time(self, suite: str) -> None:
-        """Plain decoding and every drafter at its recommended length; its texts are checked too."""
-        setting, prompts = self.setting, self.setting.suites[suite]
+    def time(self) -> None:
+        """Plain decoding and every drafter at its recommended length; their texts are checked too."""
+        setting, config = self.setting, self.setting.config
         decoders = plain_decoders(setting.target, setting.reference, name=self.baseline.name)
-        timing = setting.parts.get(
-            f"speed {suite}",
-            SuiteTiming,
-            lambda: time_suite(
-                setting.target,
-                setting.drafters,
-                {name: self.settings_to_time(name, suite) for name in setting.drafters},
-                spread(prompts, setting.config.speed_prompts),
-                suite=suite,
-                config=setting.config,
-                plain=decoders[self.baseline.name],
-                limit_s=self.timing_limit_s / len(setting.suites),
-                stage=setting.stage,
-            ),
+        timings = time_suites(
+            setting.target,
+            setting.drafters,
+            {
+                suite: TimedSuite(
+                    prompts=prompts[: config.speed_prompts],
+                    lengths={name: self.settings_to_time(name, suite) for name in setting.drafters},
+                )
+                for suite, prompts in setting.suites.items()
+            },
+            config=config,
+            plain=decoders[self.baseline.name],
+            limit_s=self.time_left(),
+            parts=setting.parts,
+            stage=setting.stage,
         )
-        self.results.speed += timing.speeds
-        self.notes += timing.flags
-        by_id = {p.id: p for p in prompts}
-        for timed in timing.texts:
-            kept = [by_id[i] for i in timed.prompt_ids]
-            self.check_texts(timed.drafter, suite, kept, timed.token_ids, timed.num_draft_tokens)
+        for suite, timing in timings.items():
+            self.results.speed += timing.speeds
+            self.notes += timing.flags
+            by_id = {p.id: p for p in setting.suites[suite]}
+            for timed in timing.texts:
+                kept = [by_id[i] for i in timed.prompt_ids]
+                self.check_texts(
+                    timed.drafter, suite, kept, timed.token_ids, timed.num_draft_tokens
+                )
+
+    def time_left(self) -> float:
+        """Seconds of the limit that the timing may take, which is the last thing measured."""
+        limit_s = self.setting.config.time_limit_s
+        finishing = FINISHING_PASSES * self.pass_s[0]
+        left = limit_s - (time.monotonic() - self.started) - finishing
+        return max(left, TIMED_SHARE * limit_s)
 
     def look_further(self) -> None:
         """What is measured on request: the same drafters in transformers, batches, contexts."""
@@ -324,6 +335,8 @@ class _Evaluation:
             for facts in self.results.drafters:
                 length = self.lengths_to_time(facts.name, setting.first_suite)[0]
                 self.results.rivals += measurements.rival(setting, facts, length)
+            if self.own_baseline:
+                setting.reference.release()
         if config.batch_sizes or config.context_lengths:
             self.results.sweeps += measurements.sweeps(
                 setting,
@@ -339,12 +352,12 @@ class _Evaluation:
         return [*self.lengths_to_time(name, suite), *auto]
 
     def lengths_to_time(self, name: str, suite: str) -> list[int]:
-        """The best predicted length of a drafter, then those that the settings ask for."""
+        """The length to use a drafter with, then those that the settings ask for."""
         config = self.setting.config
         costs = next(c for c in self.results.costs if c.drafter == name).costs
         lengths = {one.num_draft_tokens: one for one in self.lengths[name, suite] if one.num_rounds}
         speedups = speedups_by_length(lengths, costs)
-        best = max(speedups, key=lambda k: speedups[k], default=config.num_draft_tokens)
+        best = length_to_use(speedups) if speedups else config.num_draft_tokens
         also = config.also_time if name == next(iter(self.setting.drafters)) else []
         return [best, *(k for k in also if k != best)]
 

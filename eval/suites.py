@@ -8,6 +8,7 @@ A line of a suite file is a JSON object with one of
 and optionally "id" (also "question_id"), "category" and "suite".
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,10 +144,19 @@ def as_prompts(suite: str, prompts: Sequence[EvalPrompt | Sequence[int]]) -> lis
 
 
 def spread(prompts: Sequence[T], number: int) -> list[T]:
-    """At most `number` prompts, evenly spaced, so that every category of a sorted file is seen."""
-    if number >= len(prompts):
-        return list(prompts)
-    return [prompts[i * len(prompts) // number] for i in range(number)]
+    """At most `number` prompts from all over the list, so that every category of a sorted file is seen.
+
+    They come in the order of van der Corput's sequence (0, 1/2, 1/4, 3/4, 1/8, ...): the first few of
+    them lie evenly too, and a smaller number is the beginning of a larger one. So evaluations that
+    have time for different numbers of prompts share those of the smaller one.
+    """
+    bits = max(len(prompts) - 1, 0).bit_length()
+    places = (_reversed_bits(i, bits) * len(prompts) >> bits for i in range(2**bits))
+    return [prompts[i] for i in itertools.islice(dict.fromkeys(places), min(number, len(prompts)))]
+
+
+def _reversed_bits(value: int, bits: int) -> int:
+    return sum(1 << (bits - 1 - i) for i in range(bits) if value >> i & 1)
 
 
 def _lines_of(path: Path) -> list[str]:

@@ -6,10 +6,11 @@ next to it. The caches hold what they hold in serving too: between two drafts li
 the whole target.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 from specdec_runtime.decode import SpeculativeDecoder
-from specdec_runtime.results import Round
+from specdec_runtime.results import Generation, Round
 
 
 def rounds_in_turns(
@@ -31,3 +32,21 @@ def rounds_in_turns(
             if decoding.active:
                 decoding.round()
     return [decoding.rounds for decoding in under_way]
+
+
+def in_steps(
+    decoder: SpeculativeDecoder, prompt: Sequence[int], *, max_new_tokens: int
+) -> Generator[int, None, Generation]:
+    """Greedy decoding that others may take turns with: it stops behind the prefill and every round.
+
+    Yields the number of tokens so far. The generation's seconds are those of the steps alone.
+    """
+    decoding = decoder._begin([prompt], max_new_tokens=max_new_tokens)
+    decoding.prefill()
+    row = decoding.rows[0]
+    yield len(row.tokens) - row.prompt_length
+    while decoding.active:
+        decoding.round()
+        yield len(row.tokens) - row.prompt_length
+    rounds = sum(one.draft_s + one.verify_s + one.other_s for one in decoding.rounds)
+    return replace(decoding.result(), seconds=decoding.prefill_s + rounds)

@@ -7,7 +7,7 @@ import pytest
 from eval.compare import compare, main
 from eval.intervals import Interval
 from eval.records import write_json
-from eval.results import PromptCounts, Results
+from eval.results import PromptCounts, PromptTimes, Results
 from tests.test_report import acceptance, sample_results, speed
 
 
@@ -31,7 +31,17 @@ def results_with(accepted: list[int], speedup: float = 1.3) -> Results:
     ]
     record = acceptance("distilled", "held_out", 0.0, [0.5, 0.2, 0.1])
     results.acceptance = [replace(record, prompts=prompts)]
-    results.speed = [speed("distilled", "held_out", 3, speedup)]
+    times = [
+        PromptTimes(
+            prompt_id=f"p{i}",
+            plain_s=[1.0 + 0.1 * i, 1.1 + 0.1 * i],
+            speculative_s=[(1.0 + 0.1 * i) / speedup, (1.1 + 0.1 * i) / speedup],
+            num_plain_tokens=50,
+            num_tokens=50,
+        )
+        for i in range(len(accepted))
+    ]
+    results.speed = [replace(speed("distilled", "held_out", 3, speedup), prompts=times)]
     results.suites = results.suites[:1]
     return results
 
@@ -43,6 +53,8 @@ def test_equal_evaluations_differ_by_nothing():
     found = {one.what.split(",")[0]: one for one in compare(results_with(BASE), results_with(BASE))}
     assert set(found) == {"acceptance length", "speedup"}
     assert found["acceptance length"].change == Interval(0.0, 0.0, 0.0)
+    assert found["speedup"].change.value == 0.0
+    assert not any(one.is_sure for one in found.values())
     assert not found["acceptance length"].is_worse(0.0)
 
 
@@ -62,7 +74,23 @@ def test_noise_in_both_directions_is_no_loss():
 
 def test_only_shared_prompts_are_compared():
     fewer = results_with(BASE[:3])
-    assert compare(results_with(BASE), fewer)[0].num_prompts == 3
+    found = compare(results_with(BASE), fewer)
+    assert [one.num_prompts for one in found] == [3, 3]
+    of_three = compare(fewer, fewer)
+    assert [one.first for one in found] == pytest.approx([one.first for one in of_three])
+
+
+def test_a_loss_of_speed_on_every_prompt_is_seen_although_prompts_differ_much():
+    slower = compare(results_with(BASE), results_with(BASE, speedup=1.2))[1]
+    assert slower.what == "speedup, 3 drafted"
+    assert slower.change.value == pytest.approx(-0.1)
+    assert slower.is_worse(0.02)
+
+
+def test_speeds_without_times_by_prompt_are_not_compared():
+    old = results_with(BASE)
+    old.speed = [replace(old.speed[0], prompts=[])]
+    assert [one.what.split(",")[0] for one in compare(old, old)] == ["acceptance length"]
 
 
 def test_command_fails_for_ci_where_the_second_is_worse(tmp_path, capsys):

@@ -12,6 +12,7 @@ from eval.cost_model import (
     deviation,
     expected_acceptance_length,
     free_drafting_ceiling,
+    length_to_use,
     mean_round_cost,
     perfect_drafter_speedup,
     predicted_speedup,
@@ -71,6 +72,12 @@ def test_nothing_drafted_by_a_free_drafter_is_exactly_one():
 def test_no_length_above_one_means_do_not_draft():
     assert best_length({1: 0.9, 2: 0.8}).num_draft_tokens == 0
     assert best_length({1: 0.9, 2: 0.8}).speedup == 1.0
+
+
+def test_the_shortest_length_that_cannot_be_told_from_the_best_is_used():
+    assert length_to_use({1: 1.20, 2: 1.29, 3: 1.30, 4: 1.1}) == 2
+    assert length_to_use({1: 0.995, 2: 1.01}) == 2  # the shorter one does not gain
+    assert length_to_use({1: 0.9, 2: 0.8}) == 1
 
 
 @pytest.mark.parametrize("k", [1, 3, 6])

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from distill import prompt_sources, self_prompts
+from distill.embedded_prompts import mt_bench
 from distill.mixture import distinct, mixture, split
-from distill.prompt import Prompt, normalised
+from distill.prompt import Prompt, asked, normalised
 from distill.prompts import PromptsConfig, load_prompts
 from distill.rows import DatasetConfig
 from distill.self_prompts import is_usable, whole_sentences
@@ -134,6 +135,22 @@ def test_paragraphs_become_questions_readings_summaries_and_tasks(monkeypatch):
     assert len(tasks) == 5
     assert all("Marie Curie" in text and "1903" not in text for text, _ in tasks)
     assert {about for _, about in tasks} == {p.text for p in paragraphs}
+
+
+def test_mt_bench_prompts_keep_their_categories_and_their_ids(monkeypatch, tmp_path):
+    lines = [
+        {"turns": ["Hi", "And now?"], "category": "writing"},
+        {"turns": ["2+2?"], "category": "math"},
+    ]
+    file = tmp_path / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(prompt_sources, "fetch", lambda asset: file)
+    found = mt_bench()
+    assert [prompt.category for prompt in found] == ["writing", "math"]
+    assert [prompt.id for prompt in found] == [
+        asked("mt_bench", "Hi").id,
+        asked("mt_bench", "2+2?").id,
+    ]
 
 
 def test_a_self_prompting_mix_without_a_target_is_refused():

@@ -8,6 +8,7 @@ from eval.acceptance import measure_acceptance
 from eval.budget import Amounts, describe, estimate, fit_prompts, total
 from eval.config import EvaluationConfig
 from eval.costs import measure_costs, rising, run_lengths, trimmed_mean, verify_costs
+from eval.parts import Parts
 from eval.progress import silent_stage
 from eval.reference import Reference, find_baseline, own_decoder, plain_decoders
 from eval.speed import (
@@ -18,9 +19,11 @@ from eval.speed import (
     speed_result,
     spread,
     time_interleaved,
+    time_prompt,
+    whole,
 )
 from eval.suites import EvalPrompt
-from eval.timing import time_suite
+from eval.timing import TimedSuite, time_suites
 from specdec_runtime.auto_length import time_passes
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
@@ -78,30 +81,72 @@ def test_spread_of_a_single_repeat_compares_its_halves():
     assert spread(timings([[1.0]])) == 0.0
 
 
-def test_time_limit_shrinks_repeats_first_and_prompts_then():
-    assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=100) == Plan(6, 3)
-    assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=12) == Plan(6, 2)
-    assert fit_to_time(1.0, num_prompts=6, num_repeats=3, limit_s=5) == Plan(5, 1)
-    assert fit_to_time(9.0, num_prompts=6, num_repeats=3, limit_s=1) == Plan(2, 1)
+def test_time_limit_shrinks_repeats_to_two_and_prompts_then():
+    assert fit_to_time(1.0, num_prompts=9, num_repeats=3, limit_s=100) == Plan(9, 3)
+    assert fit_to_time(1.0, num_prompts=9, num_repeats=3, limit_s=20) == Plan(9, 2)
+    assert fit_to_time(1.0, num_prompts=9, num_repeats=3, limit_s=15) == Plan(7, 2)
+    assert fit_to_time(1.0, num_prompts=9, num_repeats=3, limit_s=11) == Plan(9, 1)
+    assert fit_to_time(1.0, num_prompts=9, num_repeats=3, limit_s=5) == Plan(5, 1)
+    assert fit_to_time(9.0, num_prompts=9, num_repeats=3, limit_s=1) == Plan(2, 1)
+    assert fit_to_time(1.0, num_prompts=9, num_repeats=1, limit_s=10) == Plan(9, 1)
+
+
+def paced(name: str, chunk: int, calls: list[tuple[str, int]], *, length: int = 4):
+    """A decoder that writes `chunk` tokens a step."""
+
+    def decode(prompt, max_new_tokens):
+        for tokens in range(chunk, length + 1, chunk):
+            calls.append((name, tokens))
+            yield tokens
+        return Timing(1.0, 0.1, 0.1, [1])
+
+    return decode
+
+
+def test_who_has_written_the_fewest_tokens_goes_next():
+    calls: list[tuple[str, int]] = []
+    found = time_prompt(
+        {"plain": paced("plain", 1, calls), "fast": paced("fast", 2, calls)},
+        PROMPTS[0],
+        max_new_tokens=4,
+        turn=1,
+    )
+    assert calls == [
+        *(("fast", 2), ("plain", 1), ("plain", 2), ("fast", 4), ("plain", 3), ("plain", 4)),
+    ]
+    assert set(found) == {"plain", "fast"}
 
 
 def test_every_decoder_decodes_every_prompt_in_every_repeat_in_rotating_order():
-    calls = []
-
-    def decoder(name):
-        def decode(prompt, max_new_tokens):
-            calls.append(name)
-            return Timing(1.0, 0.1, 0.1, [1])
-
-        return decode
-
-    names = {"a": decoder("a"), "b": decoder("b")}
-    found = time_interleaved(names, PROMPTS, max_new_tokens=4, num_repeats=2)
+    calls: list[tuple[str, int]] = []
+    decoders = {name: paced(name, 1, calls, length=1) for name in "ab"}
+    found = time_interleaved(decoders, PROMPTS, max_new_tokens=4, num_repeats=2)
     assert [len(repeat) for repeat in found["a"]] == [3, 3]
-    warm_up, timed = calls[:2], calls[2:]
+    names = [name for name, _ in calls]
+    warm_up, timed = names[:2], names[2:]
     assert warm_up == ["a", "b"]
-    assert timed[:4] == ["a", "b", "b", "a"]
-    assert timed.count("a") == timed.count("b") == 6
+    assert timed == ["a", "b", "b", "a", "a", "b", "b", "a", "a", "b", "b", "a"]
+
+
+def test_a_machine_that_gets_slower_does_not_decide_a_speedup(target, monkeypatch):
+    """Two plain decoders on a clock that ends at twice its first speed, or worse."""
+    clock = Clock()
+    monkeypatch.setattr("specdec_runtime.decode.time.perf_counter", clock)
+    forward = target.model.forward
+
+    def timed(token_ids, cache, **options):
+        clock.run(0.02)
+        return forward(token_ids, cache, **options)
+
+    monkeypatch.setattr(target.model, "forward", timed)
+    plain = speculative_decode(target, None, 0)
+    found = time_interleaved(
+        {"a": plain, "b": plain}, PROMPTS[:1], max_new_tokens=32, num_repeats=1
+    )
+    assert compare(found["a"], found["b"]).speedup.value == pytest.approx(1.0, abs=0.01)
+    # The control: one behind the other, as whole decodes.
+    first, second = (whole(plain(PROMPTS[0], 32)) for _ in range(2))
+    assert compare([[first]], [[second]]).speedup.value < 0.98
 
 
 def test_target_against_itself_undrafted_is_about_one(target):
@@ -113,27 +158,36 @@ def test_target_against_itself_undrafted_is_about_one(target):
     assert result.acceptance_length == pytest.approx(1.0)
 
 
-def test_timed_texts_are_the_plain_texts(target):
+def test_timed_texts_are_the_plain_texts(target, tmp_path):
     drafters = {"useless": CausalLMDrafter(HFModel(tiny_llama(1))), "lookup": PromptLookupDrafter()}
-    config = EvaluationConfig(max_new_tokens=8, speed_repeats=1, num_resamples=100)
-    timing = time_suite(
-        target,
-        drafters,
-        {"useless": [2, 1, "auto"], "lookup": [3]},
-        [EvalPrompt(str(i), ids) for i, ids in enumerate(PROMPTS)],
-        suite="s",
-        config=config,
-        plain=speculative_decode(target, None, 0),
-        limit_s=60.0,
-        stage=silent_stage,
-    )
-    found = [(s.drafter, s.num_draft_tokens, s.is_auto) for s in timing.speeds]
+    prompts = [EvalPrompt(str(i), ids) for i, ids in enumerate(PROMPTS)]
+    lengths = {"useless": [2, 1, "auto"], "lookup": [3]}
+
+    def timed():
+        return time_suites(
+            target,
+            drafters,
+            {"s": TimedSuite(prompts=prompts, lengths=lengths), "t": TimedSuite(prompts=prompts[:2], lengths=lengths)},
+            config=EvaluationConfig(max_new_tokens=8, speed_repeats=2, num_resamples=100),
+            plain=speculative_decode(target, None, 0),
+            limit_s=60.0,
+            parts=Parts(tmp_path, "this evaluation"),
+            stage=silent_stage,
+        )  # fmt: skip
+
+    timing = timed()
+    found = [(s.drafter, s.num_draft_tokens, s.is_auto) for s in timing["s"].speeds]
     assert found == [
         *(("useless", 2, False), ("useless", 1, False), ("useless", 8, True)),
         ("lookup", 3, False),
     ]
+    assert [(s.num_prompts, s.num_repeats) for s in timing["t"].speeds] == [(2, 2)] * 4
+    [times] = timing["t"].speeds[0].prompts[1:]
+    assert (times.prompt_id, len(times.plain_s), len(times.speculative_s)) == ("1", 2, 2)
     plain = measure_acceptance(target, None, PROMPTS, num_draft_tokens=0, max_new_tokens=8)
-    assert all(texts.token_ids == plain.token_ids for texts in timing.texts)
+    assert all(texts.token_ids == plain.token_ids for texts in timing["s"].texts)
+    # What is kept is read again: an interrupted evaluation continues with the prompts that are left.
+    assert timed()["s"].speeds == timing["s"].speeds
 
 
 def test_costs_are_positive_and_plain_decoding_costs_one(target):

@@ -73,7 +73,7 @@ class Material:
             EvalPrompt(
                 prompt.id,
                 self.template.prompt_ids(prompt),
-                prompt.source,
+                prompt.category or prompt.source,
                 user_texts(prompt)[-1],
             )
             for prompt in prompts
