@@ -27,7 +27,7 @@ from distill.losses import (
     lk_mix,
 )
 from distill.position_weights import WeightScheme
-from distill.signals import Compared, SignalRows, TargetHead
+from distill.signals import Compared, SignalRows, StateRows, TargetHead
 from distill.weighing import PerPosition, Weigh
 
 # Of one chunk; a loss with its gradient holds some six tensors of this size at once. Enough positions
@@ -101,7 +101,8 @@ def position_overlaps(
     hidden: Tensor, weight: Tensor, target: TargetHead, rows: SignalRows, config: LossConfig
 ) -> Tensor:
     """[N] sum of min(target, draft) at each position; arguments as in `head_loss`."""
-    run = _ChunkLoss(target, rows, rows.argmax, config, is_split=False)
+    unused = torch.zeros(len(rows), dtype=torch.int64, device=hidden.device)  # labels
+    run = _ChunkLoss(target, rows, unused, config, is_split=False)
     slices = _slices(len(hidden), len(weight), config)
     return _GradientInForward.apply(hidden, weight, run, slices, False)[1][1]
 
@@ -132,14 +133,16 @@ class _ChunkLoss:
     ) -> None:
         self.target, self.rows, self.config, self.is_split = target, rows, config, is_split
         self.labels = target.vocab.to_draft(labels)
-        self.argmax = target.vocab.to_draft(rows.argmax)
+        states_only = isinstance(rows, StateRows)
+        self.argmax = None if states_only else target.vocab.to_draft(rows.argmax)
         self.row_weights: Tensor | None = None
 
     def __call__(self, logits: Tensor, part: slice) -> _Chunk:
         temperature = self.config.softmax_temperature
         logits = logits if temperature == 1.0 else logits / temperature
         counts = torch.zeros(6, len(logits), device=logits.device)
-        counts[0] = greedy_agreement(logits.detach(), self.argmax[part])
+        if self.argmax is not None:
+            counts[0] = greedy_agreement(logits.detach(), self.argmax[part])
         if self.config.weights.scheme is WeightScheme.d_pace:
             known = self.labels[part] >= 0  # a token outside is drafted with probability 0
             counts[5] = (-hard_labels(logits.detach(), self.labels[part])).exp() * known
@@ -149,6 +152,8 @@ class _ChunkLoss:
         compared = self.rows.comparison(logits, self.target, part, temperature=temperature)
         counts[1] = compared.overlap.detach()
         counts[2], counts[3] = compared.slack, compared.mass
+        if self.argmax is None:
+            counts[0] = greedy_agreement(logits.detach(), compared.target_log_probs.argmax(-1))
         counts[4].fill_(1.0)
         return self._weighed(self._parts(compared, self.labels[part]), counts, part)
 

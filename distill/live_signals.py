@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from distill.batches import Batch, Example, collate
-from distill.signals import NoSignal, TargetRows, live_rows, split_rows
+from distill.draft_vocab import DraftVocab
+from distill.losses import TARGET_FREE, LossConfig
+from distill.signals import (
+    NoSignal,
+    StateRows,
+    TargetRows,
+    live_rows,
+    split_rows,
+    target_states,
+)
 from specdec_runtime.target import Target
 
 T = TypeVar("T", bound=Example)
@@ -27,14 +36,25 @@ class LiveSignals:
 
     Attributes:
         stream: number of a micro-batch -> the batch; whatever signal it has is replaced.
+        states_only: leave out the target's own head, see `states_suffice`.
     """
 
     stream: Callable[[int], Batch]
     target: Target
+    states_only: bool = False
 
     def __call__(self, number: int) -> Batch:
         batch = self.stream(number)
-        return replace(batch, rows=_rows(self.target, batch))
+        if not self.states_only:
+            return replace(batch, rows=_rows(self.target, batch))
+        lengths = lengths_of(batch)
+        hidden = target_states(self.target.model, batch.token_ids, lengths, batch.positions)
+        return replace(batch, rows=StateRows(hidden))
+
+
+def states_suffice(target: Target, vocab: DraftVocab, loss: LossConfig) -> bool:
+    """Whether a loss makes the target's logits of all tokens itself, and at every position."""
+    return len(vocab) == target.real_vocab_size and loss.name not in TARGET_FREE
 
 
 def with_live_states(

@@ -151,6 +151,39 @@ class TargetRows:
         return Comparison(draft_logits, head.log_probs(self, part, temperature=temperature))
 
 
+@dataclass
+class StateRows:
+    """The target's states at N positions and nothing else, for a head over the whole vocabulary: what
+    `TargetRows` keeps beside them follows from the logits that a loss makes of them anyway.
+
+    Attributes:
+        hidden: [N, D] as in `TargetRows`.
+    """
+
+    hidden: Tensor
+
+    is_truncated: ClassVar[bool] = False
+
+    @property
+    def argmax(self) -> Tensor:
+        raise ValueError("the target's first choices come with its logits: see chunked_head.py")
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    def to(self, device: torch.device | str) -> "StateRows":
+        return StateRows(self.hidden.to(device))
+
+    @classmethod
+    def join(cls, rows: Sequence["StateRows"]) -> "StateRows":
+        return cls(torch.cat([row.hidden for row in rows]))
+
+    def comparison(
+        self, draft_logits: Tensor, head: "TargetHead", part: slice, *, temperature: float = 1.0
+    ) -> Comparison:
+        return Comparison(draft_logits, head.log_probs(self, part, temperature=temperature))
+
+
 class TargetHead:
     """The target's frozen head, cut to a draft vocabulary.
 
@@ -217,7 +250,9 @@ class TargetHead:
         moved._kept = moved._full if self._covers_all else self._kept.to(device)
         return moved
 
-    def log_probs(self, rows: TargetRows, part: slice, *, temperature: float = 1.0) -> Tensor:
+    def log_probs(
+        self, rows: TargetRows | StateRows, part: slice, *, temperature: float = 1.0
+    ) -> Tensor:
         """[c, n] float32 log-probabilities of the kept tokens under the *full* softmax.
 
         `exp` of a row sums to the mass that the draft vocabulary keeps there.
@@ -227,6 +262,7 @@ class TargetHead:
         logits = logits if temperature == 1.0 else logits / temperature
         if self._covers_all:
             return logits.log_softmax(-1)  # the stored sum belongs to states before rounding
+        assert isinstance(rows, TargetRows), "only a head over all tokens does without the sums"
         if temperature == 1.0:
             return logits.sub_(rows.log_sum_exp[part, None])
         full = _product(hidden, self._full) / temperature

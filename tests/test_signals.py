@@ -14,7 +14,13 @@ from distill.batches import BatchStream, Example
 from distill.chunked_head import head_loss
 from distill.comparison import Comparison
 from distill.draft_vocab import DraftVocab, full_vocab
-from distill.live_signals import LiveSignals, groups_of, lengths_of, with_live_states
+from distill.live_signals import (
+    LiveSignals,
+    groups_of,
+    lengths_of,
+    states_suffice,
+    with_live_states,
+)
 from distill.losses import LOSSES, LossConfig, LossName
 from distill.signal_forms import SignalForm, SignalsConfig, require_form
 from distill.signals import NoSignal, TargetHead, TargetRows, head_rows
@@ -259,6 +265,29 @@ def test_stored_hidden_states_give_the_live_loss_and_gradient(target, vocab, nam
             torch.testing.assert_close(
                 found[:kept], expected[:kept], rtol=tolerance, atol=tolerance
             )
+
+
+@VOCABS
+@pytest.mark.parametrize("name", list(LossName))
+def test_states_alone_give_every_sum_that_the_whole_signal_gives_or_do_not_suffice(
+    target, vocab, name
+):
+    config = LossConfig(name=name, chunk_tokens=5)
+    suffice = states_suffice(target, vocab, config)
+    assert suffice == (len(vocab) == VOCAB_SIZE and name is not LossName.hard_labels)
+    if not suffice:
+        return
+    head = TargetHead.of(target.model.module, vocab)
+    stream = BatchStream(examples(), max_tokens=40, seed=0)
+    found = []
+    for states_only in (False, True):
+        batch = LiveSignals(stream, target, states_only=states_only)(0)
+        hidden = (batch.rows.hidden * 0.9).requires_grad_()
+        sums = head_loss(hidden, head.kept_weight, head, batch.rows, batch.labels, config)
+        sums.loss.backward()
+        assert sums.agreement == len(batch.rows)  # the same first choices, less surely
+        found.append([hidden.grad, *(one for one in sums if one is not None)])
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_the_live_target_is_in_eval_mode_without_gradient_and_outside_of_the_drafter():

@@ -120,6 +120,16 @@ def test_a_sweep_without_failures_ends_with_0_and_one_run_folder_for_all_is_refu
     assert "every job of a sweep makes its own" in capsys.readouterr().err
 
 
+def test_nothing_that_is_kept_of_a_sweep_holds_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    secret = "hf_" + "a1B2" * 8
+    assert swept(monkeypatch, tmp_path, "seed=0,1", f"+target.template_options.key={secret}") == 1
+    kept = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(kept) == 2  # Hydra's and ours
+    assert not any(secret in text for text in kept)
+
+
 def test_optuna_searches_for_the_highest_acceptance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

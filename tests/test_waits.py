@@ -1,6 +1,7 @@
 """No training step waits for a device: nothing in an objective, of any kind of drafter, asks for it."""
 
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -78,31 +79,34 @@ class Asked(TorchDispatchMode):
 Setting = tuple[Objective, nn.Module, Batch]
 
 
-def of_causal_lm(loss: LossConfig) -> Setting:
+def of_causal_lm(loss: LossConfig, device: str = "cpu") -> Setting:
     target = tiny_llama(0)
     module = layers_of_target(target, [0])
     freeze_embeddings(module)
     batch = BatchStream(_examples(target), max_tokens=64, seed=0)(0)
-    return causal_lm.objective(module, _head(target), loss), module, batch
+    module.to(device)
+    return causal_lm.objective(module, _head(target).to(device), loss), module, batch
 
 
-def of_early_exit(loss: LossConfig, monkeypatch: pytest.MonkeyPatch) -> Setting:
+def of_early_exit(loss: LossConfig, device: str, monkeypatch: pytest.MonkeyPatch) -> Setting:
     module = tiny_llama(0, num_layers=4)
     recipe = test_early_exit_kind.recipe_of(Target(model=HFModel(module)), module)
     batch = collate(test_early_exit_kind.examples_of(module, 3))
-    residuals = recipe.residuals(batch)  # a pass of the target, which is the runtime's
+    residuals = recipe.residuals(batch).to(device)  # a pass of the target, which is the runtime's
     monkeypatch.setattr(early_exit.EarlyExitRecipe, "residuals", lambda self, batch: residuals)
+    recipe.module.to(device)
     return recipe.objective(loss), recipe.module, batch
 
 
-def of_states(tests: Any, loss: LossConfig, folder: Path) -> Setting:
+def of_states(tests: Any, loss: LossConfig, device: str, folder: Path) -> Setting:
     target = Target(model=HFModel(tiny_llama(0, num_layers=4)), eos_token_ids=(2,))
     recipe = tests.recipe_for(target)
     batch = collate(test_eagle3_objective.written_by(target, 3, folder, length=8))
+    recipe.module.to(device)
     return recipe.objective(loss), recipe.module, batch
 
 
-def of_cross_tokenizer(loss: LossConfig, folder: Path) -> Setting:
+def of_cross_tokenizer(loss: LossConfig, device: str, folder: Path) -> Setting:
     target = Target(
         model=cross.tiny(cross.TARGET_TOKENIZER, 0),
         tokenizer=cross.TARGET_TOKENIZER,
@@ -112,15 +116,18 @@ def of_cross_tokenizer(loss: LossConfig, folder: Path) -> Setting:
     cross.DRAFT_TOKENIZER.save_pretrained(folder)
     recipe: Recipe = cross.recipe_of(target, str(folder))
     batch = recipe.prepared(cross.batch_of(target, [cross.target_ids(cross.TEXT)]))
+    recipe.module.to(device)
     return recipe.objective(loss), recipe.module, batch
 
 
 MAKERS: dict[str, Callable[..., Setting]] = {
-    "causal_lm": lambda loss, folder, patch: of_causal_lm(loss),
-    "early_exit": lambda loss, folder, patch: of_early_exit(loss, patch),
-    "eagle3": lambda loss, folder, patch: of_states(test_eagle3_objective, loss, folder),
-    "parallel": lambda loss, folder, patch: of_states(test_parallel_objective, loss, folder),
-    "cross_tokenizer": lambda loss, folder, patch: of_cross_tokenizer(loss, folder),
+    "causal_lm": lambda loss, on, folder, patch: of_causal_lm(loss, on),
+    "early_exit": lambda loss, on, folder, patch: of_early_exit(loss, on, patch),
+    "eagle3": lambda loss, on, folder, patch: of_states(test_eagle3_objective, loss, on, folder),
+    "parallel": lambda loss, on, folder, patch: of_states(
+        test_parallel_objective, loss, on, folder
+    ),
+    "cross_tokenizer": lambda loss, on, folder, patch: of_cross_tokenizer(loss, on, folder),
 }
 
 
@@ -138,7 +145,28 @@ def asked_by(setting: Setting) -> list[str]:
 def test_the_objective_of_every_kind_asks_the_device_for_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    assert asked_by(MAKERS[kind](LossConfig(), tmp_path, monkeypatch)) == []
+    assert asked_by(MAKERS[kind](LossConfig(), "cpu", tmp_path, monkeypatch)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", trained_kinds())
+def test_a_gpu_is_never_waited_for(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same, as CUDA itself sees it; what transformers asks (see `Asked`) is left out."""
+    objective, module, batch = MAKERS[kind](LossConfig(), "cuda", tmp_path, monkeypatch)
+    batch = batch.to("cuda")
+    objective(module.train(), batch)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            objective(module, batch).loss_sum.backward()
+            ours = [one for one in caught if "transformers" not in one.filename]
+            batch.labels.sum().item()  # the control
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert ours == []
+    assert len(caught) > 0
 
 
 @pytest.mark.parametrize("loss", [loss for loss in LossName if loss is not LossName.lk_hybrid])
@@ -154,7 +182,7 @@ def test_every_weighing_asks_for_nothing(scheme: WeightScheme):
 
 def test_what_asks_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The control: a drafter with another tokenizer reads token ids on the host unless the loader did."""
-    objective, module, batch = of_cross_tokenizer(LossConfig(), tmp_path)
+    objective, module, batch = of_cross_tokenizer(LossConfig(), "cpu", tmp_path)
     batch.draft_rows = None
     assert {"tolist", "lift_fresh"} <= set(asked_by((objective, module, batch)))
     with Asked() as asked:

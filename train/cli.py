@@ -79,7 +79,7 @@ def _run_command_line() -> int:
 
     from train.cli_errors import CONFIG_ERRORS, explain
     from train.config import TrainConfig
-    from train.sweep import SweepJob, print_sweep
+    from train.sweep import SweepJob, print_sweep, strike_out_secrets
 
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
@@ -92,6 +92,8 @@ def _run_command_line() -> int:
         is_sweep = hydra_settings.mode is RunMode.MULTIRUN
         # Of a sweep's job, what starts it alone; it may run in a process of a launcher, too.
         argv = ["train", *hydra_settings.overrides.task] if is_sweep else sys.argv
+        if is_sweep:
+            strike_out_secrets(Path(hydra_settings.sweep.dir))
         outcome = _run_job(settings, argv, is_sweep=is_sweep, show_traceback=show_traceback)
         if outcome.exit_code and os.getpid() != own_process:
             raise RuntimeError(outcome.message)  # a launcher's process: only it can be told

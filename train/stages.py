@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.batches import BatchStream
-from distill.live_signals import LiveSignals
+from distill.live_signals import LiveSignals, states_suffice
 from distill.losses import LossConfig, LossName
 from distill.on_policy import Proposer
 from distill.recipe import Recipe, RefreshableDrafter
@@ -23,6 +23,7 @@ from specdec_runtime.formats import DrafterManifest
 from specdec_runtime.loading import load_drafter
 from specdec_runtime.target import Target
 from train.acceptance import evenly, interval, measure, measured_round_cost
+from train.allocator import freed_memory_kept
 from train.checkpoint import TrainState, read_checkpoint, restore_weights
 from train.config import TrainConfig
 from train.drafter_folder import DrafterWriter, add_measurements, manifest_for
@@ -38,7 +39,6 @@ from train.parts import (
     Parts,
     checkpoint_layers,
     gather_whole,
-    is_sharding,
     make_parts,
 )
 from train.precision import Precision, resolved
@@ -82,10 +82,6 @@ def load_training(job: Job, material: Material) -> Training:
     if config.training.gradient_checkpointing:
         checkpoint_layers(recipe.module)
     if config.training.compile:
-        if is_sharding(job.accelerator):
-            raise ValueError(
-                "training.compile=true does not go with FSDP2 or DeepSpeed: set one of them off"
-            )
         recipe.compile()
     parts = make_parts(
         job.accelerator,
@@ -131,7 +127,8 @@ def _batches(job: Job, start: Start, target: Target, proposer: Proposer | None) 
         device=accelerator.device,
     )
     if config.signals.form is SignalForm.live:
-        made = LiveSignals(made, target)
+        states_only = states_suffice(target, start.vocab, config.loss)
+        made = LiveSignals(made, target, states_only=states_only)
     return with_rollouts(job, made, stream(), target=target, recipe=start.recipe, proposer=proposer)
 
 
@@ -146,6 +143,11 @@ def chosen_precision(job: Job) -> Precision:
 
 def train_drafter(job: Job, material: Material, training: Training) -> TrainState:
     """Trains to the end, from the start or from the newest checkpoint."""
+    with freed_memory_kept(job.accelerator.device.type):
+        return _train_drafter(job, material, training)
+
+
+def _train_drafter(job: Job, material: Material, training: Training) -> TrainState:
     config, parts = job.config, training.parts
 
     def measured() -> Measurement:

@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from train.provenance import redacted
+from train.run_dir import write_atomically
 
 SUMMARY = "sweep.md"
+HYDRAS_OWN = "multirun.yaml"  # everything that was typed, as Hydra keeps it
 
 
 class Outcome(NamedTuple):
@@ -47,6 +49,13 @@ def rows_of(jobs: Sequence[SweepJob]) -> list[list[str]]:
         )
     rows.sort(key=lambda row: -math.inf if row[0] is None else row[0], reverse=True)
     return [row for _, row in rows]
+
+
+def strike_out_secrets(folder: Path) -> None:
+    """In what Hydra itself keeps of a sweep."""
+    path = folder / HYDRAS_OWN
+    if path.is_file() and redacted(text := path.read_text()) != text:
+        write_atomically(path, redacted(text))
 
 
 HEADS = ("settings", "acceptance length", "exit code", "run folder")
