@@ -21,7 +21,7 @@ from train import run as run_module
 from train.checkpoint import Checkpoints
 from train.job import Job
 from train.processes import check_accelerate, on_main
-from train.run import RunResult
+from train.run import RunResult, check_shares
 from train.sharding import is_fsdp
 
 CONFIGS = sorted((Path(__file__).parent.parent / "conf" / "accelerate").glob("*.yaml"))
@@ -159,6 +159,16 @@ def test_settings_of_accelerate_that_ours_stand_for_are_refused(setting: dict[st
     check_accelerate(Accelerator(cpu=True))
     with pytest.raises(ValueError, match=f"{own} decides about that here"):
         check_accelerate(accelerator(**setting))
+
+
+@pytest.mark.parametrize("setting", ["training.compile=true", "on_policy.fraction=0.5"])
+def test_what_needs_the_whole_drafter_is_refused_where_weights_are_shared_out(setting: str):
+    config = composed("+experiment=smoke", setting)
+    fsdp = SimpleNamespace(distributed_type=DistributedType.FSDP, is_fsdp2=True)
+    ddp = SimpleNamespace(distributed_type=DistributedType.MULTI_GPU)
+    check_shares(config, ddp)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"{setting.split('=')[0]}=.* does not go with FSDP2"):
+        check_shares(config, fsdp)  # type: ignore[arg-type]
 
 
 def test_fsdp_of_the_first_version_is_refused():

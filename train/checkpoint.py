@@ -149,7 +149,7 @@ class Checkpoints:
             try:
                 return read_checkpoint(folder), passed_over
             except ValueError as error:
-                passed_over.append(f"{error}; using the one before it")
+                passed_over.append(f"{error}; it is passed over")
         return None, passed_over
 
     def point_best(self, state: TrainState) -> None:

@@ -11,24 +11,15 @@ from specdec_runtime.target import Target
 from train.checkpoint import OPTIMIZER, Checkpoint
 from train.config import TrainConfig
 from train.job import Job
-from train.parts import MicroBatches, is_sharding
+from train.parts import MicroBatches
 
 PREFIX = "proposer."  # of its weights in a checkpoint
 
 
 def make_proposer(job: Job, recipe: Recipe) -> Proposer | None:
-    """The drafter that proposes; None where no batch comes from the runtime.
-
-    Raises:
-        ValueError: where weights are sharded.
-    """
+    """The drafter that proposes; None where no batch comes from the runtime."""
     if not job.config.on_policy.fraction:
         return None
-    if is_sharding(job.accelerator):
-        raise ValueError(
-            "on_policy.fraction above 0 does not go with FSDP2 or DeepSpeed, under which no process has "
-            "the whole drafter to propose with: use DDP, or on_policy.fraction=0"
-        )
     copied = recipe.snapshot()
     return Proposer(copied.module, copied.drafter(engine=job.config.target.engine))
 

@@ -22,7 +22,7 @@ from train.optim import OptimConfig, make_optimizer
 from train.precision import Precision, autocast
 from train.sharding import is_fsdp, trained_weights
 from train.updates import TorchUpdates, Updates
-from train.zero import ZeroUpdates, check_zero, is_zero
+from train.zero import ZeroUpdates, is_zero
 
 MicroBatches = Callable[[int], Batch]  # number of a micro-batch in the endless stream -> the batch
 
@@ -89,11 +89,9 @@ def make_parts(
     because its `backward` divides by it.
 
     Raises:
-        ValueError: for settings of accelerate that training does not go with.
+        ValueError: see `is_sharding`.
     """
     assert accelerator.gradient_accumulation_steps == 1
-    if is_zero(accelerator):
-        check_zero(accelerator.deepspeed_plugin.deepspeed_config, precision)
     drafter.to(accelerator.device)
     trained = copy.deepcopy(drafter) if is_sharding(accelerator) else drafter
     optimizer = make_optimizer(trained.parameters(), optim)

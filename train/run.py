@@ -28,6 +28,7 @@ from train.interrupts import Interrupted, StopRequest
 from train.job import Job
 from train.material import prepare
 from train.out_of_memory import memory_advice
+from train.parts import is_sharding
 from train.plan import describe, measure_machine, planned_stages
 from train.processes import check_accelerate, on_main
 from train.provenance import command_line, redacted
@@ -44,7 +45,7 @@ from train.stages import (
     train_drafter,
     verify_folder,
 )
-from train.zero import start_zero
+from train.zero import check_zero, is_zero, start_zero
 
 TRACEBACK = "traceback.txt"
 # Ranks wait for the main one while it writes answers and evaluates.
@@ -117,7 +118,30 @@ def _accelerator(config: TrainConfig) -> Accelerator:
     check_accelerate(accelerator)
     shard_on_cpu(accelerator)
     start_zero(accelerator)
+    check_shares(config, accelerator)
     return accelerator
+
+
+def check_shares(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Refuses what does not go with weights in shares, before anything is loaded.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if is_zero(accelerator):
+        check_zero(accelerator.deepspeed_plugin.deepspeed_config, config.training.precision)
+    if not is_sharding(accelerator):
+        return
+    settings = {
+        "training.compile": config.training.compile,
+        "on_policy.fraction": config.on_policy.fraction,
+    }
+    for name, value in settings.items():
+        if value:
+            raise ValueError(
+                f"{name}={value} does not go with FSDP2 or DeepSpeed, under which no process has the "
+                "whole drafter while it trains: leave it out, or take conf/accelerate/8gpu.yaml"
+            )
 
 
 def _run_stages(job: Job) -> RunResult:

@@ -39,6 +39,8 @@ def resume(
         checkpoint, passed_over = checkpoints.newest()
         for sentence in passed_over:
             say(sentence)
+        if passed_over and checkpoint is None:
+            say("no complete checkpoint is left: training starts from its beginning")
         return checkpoint.folder if checkpoint else None
 
     folder = on_main(parts.accelerator, newest)

@@ -89,6 +89,7 @@ class ZeroUpdates:
         config: OptimConfig,
     ) -> None:
         self._drafter, self._adamw, self._device = drafter, optimizer, accelerator.device
+        self._rank, self._num_processes = accelerator.process_index, accelerator.num_processes
         # Behind `prepare` the optimizer's own parameters are flat partitions.
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
@@ -137,8 +138,6 @@ class ZeroUpdates:
         return tensors
 
     def load_moments(self, tensors: dict[str, Tensor], param_groups: list[dict[str, Any]]) -> None:
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         self.forget_moments()
         for group, saved in zip(self._adamw.param_groups, param_groups, strict=True):
             group |= {k: v for k, v in saved.items() if k != "params"}
@@ -152,8 +151,7 @@ class ZeroUpdates:
         self._link()
         for number, parameter in enumerate(self._parameters):
             for name in MOMENTS:
-                whole = tensors[f"optimizer.{number}.{name}"].to(self._device)
-                safe_set_full_optimizer_state(parameter, whole, name)
+                self._put_moment(parameter, tensors[f"optimizer.{number}.{name}"], name)
 
     def forget_moments(self) -> None:
         self._adamw.state.clear()
@@ -168,8 +166,8 @@ class ZeroUpdates:
 
     @torch.no_grad()
     def put_weights(self, whole: dict[str, Tensor]) -> None:
-        from deepspeed.utils import safe_set_full_fp32_param
-        from deepspeed.zero import GatheredParameters
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
         trainable = self._trainable()
         # What the forward pass reads: whole inside this block at stage 3, in place before.
@@ -177,7 +175,26 @@ class ZeroUpdates:
             for name, own in trained_weights(self._drafter).items():
                 own.copy_(whole[name])
         for name, parameter in trainable:  # what the optimizer updates
-            safe_set_full_fp32_param(parameter, whole[name].to(self._device))
+            if self._zero_stage == 3:
+                safe_set_local_fp32_param(parameter, self._own_part(parameter, whole[name]))
+            else:
+                safe_set_full_fp32_param(parameter, whole[name].to(self._device))
+
+    def _put_moment(self, parameter: nn.Parameter, whole: Tensor, name: str) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+
+        if self._zero_stage == 3:
+            part = self._own_part(parameter, whole)
+            safe_set_local_optimizer_state(parameter, part, name)
+        else:
+            safe_set_full_optimizer_state(parameter, whole.to(self._device), name)
+
+    def _own_part(self, parameter: Any, whole: Tensor) -> Tensor:
+        """This process's share at stage 3, with the padding that DeepSpeed's own cut forgets."""
+        size = parameter.partition_numel()
+        padded = whole.new_zeros(size * self._num_processes)
+        padded[: whole.numel()] = whole.flatten()
+        return padded[size * self._rank : size * (self._rank + 1)].to(self._device)
 
     def _trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [(k, v) for k, v in self._drafter.named_parameters() if v.requires_grad]
