@@ -41,6 +41,7 @@ EAGLE3_FLAGS = {
     "norm_output": False,
 }
 _VOCABULARY = ("d2t", "t2d")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -86,6 +87,8 @@ def read(folder: str | Path) -> DrafterFiles:
     is_adapter = (folder / ADAPTER_CONFIG).is_file()
     config = {} if is_adapter else read_config(folder)
     manifest = read_manifest(folder) if is_drafter_folder(folder) else None
+    if is_eagle3(config) or is_parallel(config):
+        _check_sizes(config, folder)
     if is_eagle3(config):
         tensors, token_ids = _eagle3_tensors(folder)
         config = native_config(config)
@@ -140,6 +143,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds no JSON object: expected a model's configuration")
     return config
+
+
+def _check_sizes(config: dict[str, Any], folder: Path) -> None:
+    """Raise a ValueError if the configuration of a drafter on states lacks a size that has no default."""
+    in_layer = "speculators_model_type" in config
+    layer = config.get("transformer_layer_config") or {} if in_layer else config
+    missing = [key for key in SIZES if key not in layer]
+    missing += [key for key in ("draft_vocab_size",) if in_layer and key not in config]
+    if missing:
+        raise ValueError(
+            f"{folder / 'config.json'} lacks {', '.join(missing)}: expected the sizes of the "
+            "drafter's layer"
+        )
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

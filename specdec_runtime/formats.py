@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -150,6 +150,8 @@ def read_manifest(folder: str | Path) -> DrafterManifest:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object: export the drafter again")
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(
@@ -200,8 +202,11 @@ def read_draft_vocab(folder: str | Path) -> Tensor | None:
     for name in (DRAFT_VOCAB_NAME, WEIGHTS_NAME):
         path = Path(folder) / name
         if d2t is None and path.is_file():
-            with safe_open(path, "pt") as file:
-                d2t = file.get_tensor("d2t") if "d2t" in file.keys() else None  # noqa: SIM118
+            try:
+                with safe_open(path, "pt") as file:
+                    d2t = file.get_tensor("d2t") if "d2t" in file.keys() else None  # noqa: SIM118
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged ({error}): copy it again") from None
     if d2t is None:
         return None
     return d2t + d2t.new_tensor(range(len(d2t)))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 SPREAD = "spread"  # in place of a device: over all that there are
@@ -40,6 +41,7 @@ def load_module(
         name = path.parent
     else:
         arguments["use_safetensors"] = True  # what else there is are pickles: loading one runs code
+        arguments["ignore_mismatched_sizes"] = True  # reported, and an error below that names them
     if device == SPREAD:
         arguments.setdefault("device_map", "auto")
     chosen = _chosen_device(device)
@@ -50,6 +52,8 @@ def load_module(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, revision=revision or "main", output_loading_info=True, **arguments
         )
+    except SafetensorError as error:
+        raise ValueError(f"the weights of {name} are damaged ({error}): copy them again") from None
     except (OSError, ValueError, TypeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(f"no model can be loaded from {str(name)!r}: {reason}") from error
@@ -59,6 +63,12 @@ def load_module(
         raise ValueError(
             f"{name}: {len(missing)} weights are missing, {missing[0]} first: expected a complete "
             "model folder"
+        )
+    if report["mismatched_keys"]:
+        key, stored, expected = min(report["mismatched_keys"])
+        raise ValueError(
+            f"{name}: weight {key} has shape {list(stored)}, its configuration says "
+            f"{list(expected)}: expected a complete model folder"
         )
     if "device_map" not in arguments and not getattr(module, "is_quantized", False):
         module.to(device=chosen)

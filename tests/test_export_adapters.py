@@ -104,6 +104,19 @@ def test_pickled_adapters_are_not_read(folders, tmp_path):
         export(pickled, tmp_path / "out", engine="vllm", target=str(target))
 
 
+def test_damaged_adapters_are_named(folders, tmp_path):
+    target, _, adapter = folders
+    cut = shutil.copytree(adapter, tmp_path / "cut")
+    (cut / "adapter_model.safetensors").write_bytes(b"123")
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged"):
+        export(cut, tmp_path / "out", engine="vllm", target=str(target))
+    for content, message in (("{", "not valid JSON"), ("{}", "names no base_model_name_or_path")):
+        (cut / "adapter_config.json").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            export(cut, tmp_path / "out", engine="vllm", target=str(target))
+    assert [path.name for path in tmp_path.iterdir()] == ["cut"]
+
+
 def test_an_adapter_with_a_renamed_weight_does_not_load(folders, tmp_path):
     target, _, adapter = folders
     renamed = tmp_path / "renamed"

@@ -59,10 +59,14 @@ def test_an_export_prints_the_launch_line_and_a_check_prints_it_again(drafter):
         (["drafter=b", "fromat=vllm"], 2, "unknown setting 'fromat', expected one of run"),
         (["drafter=b", "dtype=int8"], 2, "dtype=int8, expected one of float32"),
         (["drafter=b", "verify=yes"], 2, "verify=yes, expected true or false"),
-        (["drafter=b", "num_draft_tokens=few"], 2, "num_draft_tokens=few, expected a whole number"),
+        (["drafter=b", "num_draft_tokens=few"], 2, "num_draft_tokens=few, expected 1 to 128"),
+        (["drafter=b", "num_draft_tokens=0"], 2, "num_draft_tokens=0, expected 1 to 128"),
+        (["drafter=b", "push_to_hub=name"], 2, "push_to_hub=name, expected ORG/NAME"),
+        (["drafter=b", "dry_run=true"], 2, "dry_run says what would be uploaded: give push_to_hub"),
         (["drafter=b", "format=onnx"], 1, "format=onnx is not known, expected one of draftloop"),
-        (["drafter=/nowhere", "format=vllm"], 1, r"/nowhere has no config\.json"),
-        (["check=/nowhere", "format=vllm"], 1, "does not say which target it belongs to"),
+        (["drafter=/nowhere", "format=vllm"], 1, "/nowhere: no such folder"),
+        (["check=/nowhere", "format=vllm"], 1, "/nowhere: no such folder; expected an exported"),
+        (["run=/nowhere", "format=vllm"], 1, "/nowhere: no such folder; expected the folder of a"),
     ],
 )
 def test_wrong_arguments_end_in_one_line(argv, code, message):
@@ -123,12 +127,10 @@ def test_a_push_uploads_the_folder_and_leaves_the_token_to_the_hub(drafter, tmp_
         push(out, "org/closed", dry_run=False)
 
 
-def test_pickles_and_odd_names_are_not_published(tmp_path):
+def test_pickles_are_not_published_nor_what_states_no_licence(tmp_path):
     (tmp_path / "weights.bin").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"weights\.bin is a pickle"):
         push(tmp_path, "org/name", dry_run=True)
     (tmp_path / "weights.bin").unlink()
     with pytest.raises(ValueError, match=r"states no licence.*give license="):
         push(tmp_path, "org/name", dry_run=True)
-    with pytest.raises(ValueError, match="push_to_hub=name, expected ORG/NAME"):
-        push(tmp_path, "name", dry_run=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -42,9 +42,20 @@ class Merged:
 
 
 def base_model(folder: Path) -> str:
-    """Hub id or folder of the model that an adapter changes."""
-    content = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    return str(content["base_model_name_or_path"])
+    """Hub id or folder of the model that an adapter changes.
+
+    Raises:
+        ValueError: the adapter's configuration is damaged or names none.
+    """
+    path = folder / ADAPTER_CONFIG
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON (line {error.lineno}): {error.msg}") from None
+    name = content.get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{path} names no base_model_name_or_path: expected the model it changes")
+    return str(name)
 
 
 def merged_module(folder: Path, text_ids: Tensor, *, dtype: torch.dtype | None) -> Merged:
@@ -55,14 +66,20 @@ def merged_module(folder: Path, text_ids: Tensor, *, dtype: torch.dtype | None) 
         dtype: of the result; None = that of the base model.
 
     Raises:
-        ValueError: if a weight of the adapter has no place in the model, or one is missing.
+        ValueError: if a weight of the adapter has no place in the model, one is missing, or the file is
+            damaged.
     """
     if not (folder / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {ADAPTER_WEIGHTS}: pickled adapters are not read")
     base = load_module(base_model(folder), device="cpu")
     stored_dtype = base.dtype
     base.float()
-    adapted = PeftModel.from_pretrained(base, folder)
+    try:
+        adapted = PeftModel.from_pretrained(base, folder)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{folder / ADAPTER_WEIGHTS} is damaged ({error}): copy it again"
+        ) from None
     _check_keys(adapted, folder)
     with torch.inference_mode():
         before = adapted(text_ids).logits

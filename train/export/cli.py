@@ -36,6 +36,7 @@ KEYS = (
     "dry_run",
 )
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_DRAFT_TOKENS = 128  # vLLM's own bound; what pays is a few
 
 
 def main() -> None:
@@ -49,6 +50,7 @@ def main() -> None:
         print(f"error: {error}\npython -m train.export --help says more", file=sys.stderr)
         sys.exit(2)
     # Only now: torch takes seconds to import, and `--help` needs none of this.
+    from safetensors import SafetensorError
     from transformers.utils import logging as transformers_logging
 
     from train.export.commands import run_command
@@ -56,7 +58,7 @@ def main() -> None:
     transformers_logging.disable_progress_bar()
     try:
         run_command(given)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:  # the last: a full disk
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
 
@@ -81,9 +83,15 @@ def parse(arguments: list[str]) -> dict[str, str]:
         raise ValueError("give one of run=RUN_FOLDER, drafter=FOLDER and check=FOLDER")
     if given.get("dtype") not in (None, *DTYPES):
         raise ValueError(f"dtype={given['dtype']}, expected one of {', '.join(DTYPES)}")
-    if "num_draft_tokens" in given and not given["num_draft_tokens"].isdigit():
-        raise ValueError(f"num_draft_tokens={given['num_draft_tokens']}, expected a whole number")
+    number = given.get("num_draft_tokens", "1")
+    if not number.isdecimal() or not 1 <= int(number) <= MOST_DRAFT_TOKENS:
+        raise ValueError(f"num_draft_tokens={number}, expected 1 to {MOST_DRAFT_TOKENS}")
     for name in ("verify", "dry_run"):
         if given.get(name, "false") not in ("true", "false"):
             raise ValueError(f"{name}={given[name]}, expected true or false")
+    repository = given.get("push_to_hub")
+    if repository is not None and (repository.count("/") != 1 or not all(repository.split("/"))):
+        raise ValueError(f"push_to_hub={repository}, expected ORG/NAME")
+    if "dry_run" in given and repository is None:
+        raise ValueError("dry_run says what would be uploaded: give push_to_hub=ORG/NAME too")
     return given

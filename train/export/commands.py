@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from specdec_runtime.formats import is_drafter_folder, read_manifest
+from specdec_runtime.missing_folder import missing_folder
 from train.export.engine_parity import engine_lines
 from train.export.exporting import export
 from train.export.hub import push
@@ -36,6 +37,7 @@ def run_command(given: dict[str, str]) -> None:
         num_draft_tokens=int(number) if number else None,
         dtype=getattr(torch, given["dtype"]) if "dtype" in given else None,
         license_id=given.get("license"),
+        needs_license="push_to_hub" in given,
     )
     for note in done.source.notes:
         print(note)
@@ -63,6 +65,8 @@ def check(folder: Path, given: dict[str, str]) -> None:
     Raises:
         ValueError: something is wrong; all of it is in the message.
     """
+    if problem := missing_folder(folder.absolute()):
+        raise ValueError(f"{problem}; expected an exported folder")
     manifest = read_manifest(folder) if is_drafter_folder(folder) else None
     recorded = str(manifest.served.get("format", "")) if manifest else ""
     chosen = format_named(given.get("format") or recorded or OWN)

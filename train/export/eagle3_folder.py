@@ -34,7 +34,7 @@ def eagle3_obstacle(source: Source) -> str | None:
             "them; a parallel drafter drafts a block whose rows look back only"
         )
     if source.kind != "eagle3":
-        return f"a {source.kind} drafter reads token ids, this format describes heads on features"
+        return f"{source.kind} drafters read token ids, this format describes heads on features"
     config, target = source.files.config, source.target
     if config.get("num_hidden_layers", 1) != 1:
         return (
@@ -151,6 +151,7 @@ def check_eagle3(folder: Path, target: TargetFacts, *, prefix: str) -> list[str]
         *rules.dtype_as_said(weights, raw),
         *rules.rope_is_complete(raw.get("transformer_layer_config", raw)),
         *vocabulary_problems(folder, stored, config, target),
+        *rules.finite(folder),
         *rules.same_tokenizer(folder, target),
         *rules.recorded_target(folder, target),
         *differences(folder, config),

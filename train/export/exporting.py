@@ -29,6 +29,7 @@ def export(
     num_draft_tokens: int | None = None,
     dtype: torch.dtype | None = None,
     license_id: str | None = None,
+    needs_license: bool = False,
 ) -> Exported:
     """Export the drafter in a folder of ours, a stock model, or an EAGLE-3 checkpoint.
 
@@ -39,6 +40,7 @@ def export(
         num_draft_tokens: to serve with; None = as recommended by its evaluation.
         dtype: of the weights; None = as they are.
         license_id: for the card; None = the one that the target's card states.
+        needs_license: whether a folder that states none is an error, since it will be published.
 
     Raises:
         ValueError: the format cannot express the drafter, the drafter is damaged or of another
@@ -48,17 +50,22 @@ def export(
     source = read_source(drafter, target=target, num_draft_tokens=num_draft_tokens)
     if reason := chosen.obstacle(source):
         raise ValueError(f"{drafter} cannot be exported to {engine}: {reason}")
+    license_id = license_id or license_of(Path(source.target.name))
+    if needs_license and license_id is None:
+        raise ValueError(
+            f"{drafter} states no licence, which others need to use it: give license=..."
+        )
     with whole_folder(to) as draft:
         chosen.write(source, draft, dtype=dtype)
         if problems := chosen.check(draft, source.target):
-            raise ValueError(f"what was written to {to} is wrong for {engine}: {problems[0]}")
+            raise ValueError(f"{drafter} makes no right folder for {engine}: {'; '.join(problems)}")
         launch = launch_line(chosen, draft, to, source)
         write_card(
             draft,
             engine=engine,
             launch=launch,
             num_draft_tokens=source.num_draft_tokens,
-            license_id=license_id or license_of(Path(source.target.name)),
+            license_id=license_id,
         )
     return Exported(to, source, launch)
 

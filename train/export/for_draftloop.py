@@ -36,7 +36,7 @@ def obstacle(source: Source) -> str | None:
     if source.kind in ("parallel", "cross_tokenizer"):
         return f"the runtime reads such folders as they are: load {source.kind}:FOLDER"
     if source.kind not in KINDS:
-        return f"a {source.kind} drafter has no weights of its own to write"
+        return f"{source.kind} drafters have no weights of their own to write"
     if source.kind != "eagle3":
         return None
     config = source.files.config

@@ -13,11 +13,8 @@ def push(folder: Path, repository: str, *, dry_run: bool) -> None:
     """Upload a folder with its card, or only say what would be uploaded.
 
     Raises:
-        ValueError: the repository's name is not ORG/NAME, the folder holds a pickle or states no
-            licence, or the hub refused.
+        ValueError: the folder holds a pickle or states no licence, or the hub refused.
     """
-    if repository.count("/") != 1 or not all(repository.split("/")):
-        raise ValueError(f"push_to_hub={repository}, expected ORG/NAME")
     if problems := no_pickles(folder):
         raise ValueError(problems[0])
     if license_of(folder) is None:

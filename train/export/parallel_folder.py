@@ -115,6 +115,7 @@ def check_parallel(folder: Path, target: TargetFacts) -> list[str]:
         *rules.dtype_as_said(weights, config),
         *rules.rope_is_complete(config),
         *vocabulary_problems(folder, stored, config, target),
+        *rules.finite(folder),
         *rules.same_tokenizer(folder, target),
         *rules.recorded_target(folder, target),
         *differences(folder, config),

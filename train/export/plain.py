@@ -33,7 +33,7 @@ def plain_obstacle(source: Source) -> str | None:
             "assistant_model and assistant_tokenizer"
         )
     return (
-        f"a {source.kind} drafter reads the target's hidden states, a plain draft model gets token "
+        f"{source.kind} drafters read the target's hidden states, a plain draft model gets token "
         "ids only"
     )
 
@@ -88,6 +88,7 @@ def check_plain(folder: Path, target: TargetFacts, engine: str) -> list[str]:
         *rules.same_tensors(stored, _wanted_tensors(folder)),
         *rules.dtype_as_said(stored, config),
         *rules.rope_is_complete(config),
+        *rules.finite(folder),
         *rules.same_tokenizer(folder, target),
         *_generation_settings(folder, target),
         *rules.recorded_target(folder, target),

@@ -59,6 +59,16 @@ def no_pickles(folder: Path) -> list[str]:
     return [f"{name} is a pickle: only safetensors are published" for name in found]
 
 
+def finite(folder: Path) -> list[str]:
+    """No weight is NaN or infinite: an engine would serve it and accept nothing."""
+    for path in sorted(folder.glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if not bool(file.get_tensor(name).isfinite().all()):
+                    return [f"tensor {name} has numbers that are not finite"]
+    return []
+
+
 def same_tensors(
     stored: dict[str, tuple[str, list[int]]], wanted: dict[str, list[int]]
 ) -> list[str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from specdec_runtime.formats import whole_folder
+from specdec_runtime.missing_folder import missing_folder
 from train.card import write_card
 from train.checkpoint import Checkpoints, read_checkpoint
 from train.export.engine_parity import engine_lines
@@ -31,6 +32,8 @@ def best_checkpoint(run_dir: Path) -> Path:
     Raises:
         ValueError: if the run has no complete checkpoint, or its best one is damaged.
     """
+    if problem := missing_folder(run_dir.absolute()):
+        raise ValueError(f"{problem}; expected the folder of a run")
     link = run_dir / "best"
     if link.exists():
         return read_checkpoint(link).folder
