@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from eval.acceptance import measure_acceptance
 from specdec_runtime.loading import load_drafter, load_target
 from tests.export_folders import write_eagle3, write_target
+from tests.serving.target_states import states_along
 from train.export.engines import call_driver, python_of
 from train.export.exporting import export
 from train.export.observation import fixed_prompts, proposals
@@ -64,7 +64,7 @@ def test_the_library_drafts_what_our_runtime_drafts(tmp_path, norms):
     texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     pairs = zip(prompts, answers, strict=True)
     ours = [proposals(target, head, prompt, answer, NUM_DRAFT_TOKENS) for prompt, answer in pairs]
-    save_file(_states(target, head, texts), tmp_path / "texts.safetensors")
+    save_file(states_along(target, head, texts), tmp_path / "texts.safetensors")
     found = agreement(texts, ours, their_drafts(out, tmp_path / "texts.safetensors"))
     assert found[0] == found[1] >= NUM_PROMPTS * MAX_NEW_TOKENS
     _absolute_d2t(out)  # a folder that means another thing is read as another thing
@@ -72,20 +72,6 @@ def test_the_library_drafts_what_our_runtime_drafts(tmp_path, norms):
     assert equal < 0.5 * compared
     config = json.loads((out / "config.json").read_text())
     assert config["architectures"] == ["Eagle3Speculator"]
-
-
-def _states(target: Any, head: Any, texts: list[list[int]]) -> dict[str, torch.Tensor]:
-    """The tensors "{prompt}.ids" [S] and "{prompt}.states" [S, A * D] of each text."""
-    found = {}
-    for number, text in enumerate(texts):
-        ids = torch.tensor([text])
-        cache = target.model.new_cache(1, len(text))
-        hidden = target.model.forward(
-            ids, cache, logits=False, hidden_layers=head.hidden_layers
-        ).hidden
-        states = torch.cat([hidden[layer][0] for layer in head.hidden_layers], dim=-1)
-        found[f"{number}.ids"], found[f"{number}.states"] = ids[0], states.contiguous()
-    return found
 
 
 def _absolute_d2t(folder: Path) -> None:
