@@ -156,7 +156,17 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_named(tmp_path: Path, da
     assert state is not None
     assert state.step == 4
     assert "step-00000006" in said[0]
-    assert "the one before it" in said[0]
+    assert "it is passed over" in said[0]
+    assert said[1].startswith("continuing after step 4")
+
+
+def test_without_a_good_checkpoint_training_says_that_it_starts_again(tmp_path: Path):
+    checkpoints, said = saved_run(tmp_path), []
+    for manifest in checkpoints.root.glob(f"*/{MANIFEST}"):
+        manifest.unlink()
+    assert resume(checkpoints, toy_parts(), identity={"data": "toy"}, say=said.append) is None
+    assert said[-1] == "no complete checkpoint is left: training starts from its beginning"
+    assert len(said) > 1
 
 
 def test_a_save_that_fails_half_way_leaves_the_previous_checkpoint(tmp_path: Path):
