@@ -94,31 +94,37 @@ def greedy_chain(
 ) -> Draft | None:
     """The same draft in one call of the model, or None where it cannot draft by itself.
 
-    It can, if its engine does so, greedily, over ids that all have a string, and if no draft length
-    waits for a confidence. With None nothing has been asked of `lengths`.
+    It can, if its engine does so, greedily and over ids that all have a string. With None nothing
+    has been asked of `lengths`.
 
     Args:
         start: members that draft -> what they are fed first.
         hands_on: see `NativeModel.greedy_chain`.
     """
     chain: Callable[..., Tensor] | None = getattr(model, "greedy_chain", None)
-    is_greedy = sampler.is_plain_greedy and vocab.is_proposable
-    if chain is None or not is_greedy or lengths.needs_confidence:
+    if chain is None or not (sampler.is_plain_greedy and vocab.is_proposable):
         return None
-    while lengths.ask():  # nothing is told, so the lengths do not depend on the tokens
-        lengths.tell(None)
-    active = [member for member, count in enumerate(lengths.num_drafted) if count]
+    active = lengths.ask()
     if not active:
         return no_draft(len(rows))
-    first = start(active)
+    first, places = start(active), {member: place for place, member in enumerate(active)}
+    asked = active
+
+    def proceed(confidences: list[float]) -> bool:
+        nonlocal asked
+        lengths.tell([confidences[places[member]] for member in asked])
+        asked = lengths.ask()
+        return bool(asked)
+
     token_ids = chain(
         first.token_ids,
         cache,
         num_new=first.num_new,
         rows=[rows[member] for member in active],
-        steps=max(lengths.num_drafted),
+        steps=max(lengths.limit(member) for member in active),
         hidden_in=first.hidden_in,
         hands_on=hands_on,
+        proceed=proceed,
     )
     if len(active) < len(rows):
         drafted = token_ids.new_zeros(len(rows), token_ids.shape[1])

@@ -21,10 +21,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Cost-aware drafting forgets old rounds at this rate: about the last 50 count, and a row that
-# stopped drafting drifts back to the prior and tries again, every 15 rounds or so.
+# Cost-aware drafting forgets old drafts at this rate: about the last 50 count.
 _MEMORY = 0.98
-_PRIOR_TESTS = 2.0  # verified tokens the prior is worth
+_PRIOR_TESTS = 1.5  # verified tokens the prior is worth: a useless drafter shows itself in three
+# A row that stopped drafting looks again after so many rounds that a look takes this share of
+# their time; after each that brings nothing it waits twice as long as before, but not for ever.
+_LOOKING_SHARE = 0.02
+_LONGEST_WAIT = 8  # times the shortest
 _NUM_CONFIDENCE_BINS = 5
 
 
@@ -194,7 +197,7 @@ class CostAware:
 
     draft_cost: float
     verify_cost: tuple[float, ...]
-    acceptance: float = 0.7
+    acceptance: float = 0.5
     draft_start: float = 0.0
     needs_confidence = True
 
@@ -217,6 +220,14 @@ class CostAware:
         """Time of a round that drafts so many tokens."""
         drafting = self.draft_start + self.draft_cost * num_drafted if num_drafted else 0.0
         return self.verify_cost[num_drafted] + drafting
+
+    @property
+    def rounds_between_looks(self) -> float:
+        """Rounds that a row which stopped drafting waits; for good if no draft could ever pay."""
+        lengths = range(1, self.num_draft_tokens + 1)
+        if all(self.round_cost(count) >= count + 1 for count in lengths):
+            return math.inf
+        return math.ceil((self.round_cost(1) - self.round_cost(0)) / _LOOKING_SHARE)
 
     def begin(self, batch_size: int) -> LengthSession:
         return _CostAwareSession(self, batch_size)
@@ -250,11 +261,18 @@ class _ThresholdSession:
 class _CostAwareSession:
     def __init__(self, policy: CostAware, batch_size: int):
         self._policy = policy
-        self._rows = [_RowRecord(policy.acceptance) for _ in range(batch_size)]
+        self._rows = [_RowRecord(policy) for _ in range(batch_size)]
 
     def wants_more(self, row: int, confidences: Sequence[float | None]) -> bool:
-        record, policy = self._rows[row], self._policy
-        num_drafted = len(confidences)
+        record = self._rows[row]
+        return self._pays(record, confidences) or (not confidences and record.looks_again())
+
+    def end_round(self, row: int, confidences: Sequence[float | None], num_accepted: int) -> None:
+        time = self._policy.round_cost(len(confidences))
+        self._rows[row].learn(confidences, num_accepted, time)
+
+    def _pays(self, record: "_RowRecord", confidences: Sequence[float | None]) -> bool:
+        policy, num_drafted = self._policy, len(confidences)
         survival = math.prod(map(record.acceptance, confidences))
         so_far = policy.round_cost(num_drafted)
         gained = 0.0
@@ -267,10 +285,6 @@ class _CostAwareSession:
                 return True
         return False
 
-    def end_round(self, row: int, confidences: Sequence[float | None], num_accepted: int) -> None:
-        time = self._policy.round_cost(len(confidences))
-        self._rows[row].learn(confidences, num_accepted, time)
-
 
 class _RowRecord:
     """What one row has shown so far, older rounds counting less.
@@ -278,14 +292,18 @@ class _RowRecord:
     Bin 0 holds every verified token, bins 1.. those of one range of confidence each.
     """
 
-    def __init__(self, prior: float):
+    def __init__(self, policy: CostAware):
         # Before anything is known a confidence is taken at its word.
-        self._prior = [prior] + [
+        self._prior = [policy.acceptance] + [
             (index + 0.5) / _NUM_CONFIDENCE_BINS for index in range(_NUM_CONFIDENCE_BINS)
         ]
         self._tests = [0.0] * len(self._prior)
         self._kept = [0.0] * len(self._prior)
         self.tokens = self.time = 1.0  # as if one token had been decoded without drafting
+        self._shortest_wait = policy.rounds_between_looks
+        self._wait = self._shortest_wait  # rounds in front of the next look
+        self._idle: float = 0  # rounds since the last draft
+        self._is_looking = False
 
     def acceptance(self, confidence: float | None) -> float:
         """Estimated probability that a token of this confidence (None: any) is kept."""
@@ -293,7 +311,17 @@ class _RowRecord:
         kept = self._kept[bin_] + self._prior[bin_] * _PRIOR_TESTS
         return kept / (self._tests[bin_] + _PRIOR_TESTS)
 
+    def looks_again(self) -> bool:
+        """Whether to draft a token that is not expected to pay, to see whether that has changed."""
+        self._is_looking = self._idle >= self._wait
+        return self._is_looking
+
     def learn(self, confidences: Sequence[float | None], num_accepted: int, time: float) -> None:
+        self.tokens = self.tokens * _MEMORY + num_accepted + 1
+        self.time = self.time * _MEMORY + time
+        if not confidences:
+            self._idle += 1
+            return
         for counts in (self._tests, self._kept):
             counts[:] = [count * _MEMORY for count in counts]
         # Tokens behind the first refused one were never judged.
@@ -301,8 +329,12 @@ class _RowRecord:
             for bin_ in {0, _bin_of(confidence)}:
                 self._tests[bin_] += 1.0
                 self._kept[bin_] += float(position < num_accepted)
-        self.tokens = self.tokens * _MEMORY + num_accepted + 1
-        self.time = self.time * _MEMORY + time
+        if num_accepted:  # a look that has found something is followed by the next at once
+            self._wait, self._idle = self._shortest_wait, math.inf if self._is_looking else 0
+        else:
+            longer = self._wait * (2 if self._is_looking else 1)
+            self._wait, self._idle = min(longer, _LONGEST_WAIT * self._shortest_wait), 0
+        self._is_looking = False
 
 
 def _bin_of(confidence: float | None) -> int:

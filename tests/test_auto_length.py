@@ -74,6 +74,29 @@ def test_costs_are_those_of_the_clock(clock):
     assert policy.verify_cost == pytest.approx([(3 + k) / 3 for k in range(9)])
 
 
+def test_what_drafting_costs_the_pass_behind_it_counts(clock):
+    slowed = target(clock)
+
+    class Disturbing(TimedDrafter):
+        def propose(self, rows, committed, lengths, features=None):
+            draft = super().propose(rows, committed, lengths, features)
+            if draft.num_drafted.any():
+                real, slowed.model.forward = slowed.model.forward, forward_later
+                slowed.model.real_forward = real
+            return draft
+
+    def forward_later(*arguments, **named):
+        slowed.model.forward = slowed.model.real_forward
+        clock.now += 1e-3
+        return slowed.model.forward(*arguments, **named)
+
+    drafter = Disturbing(lambda prefix, position: TEXT[position])
+    drafter.clock = clock
+    policy = measured_policy(slowed, drafter)
+    assert policy.draft_start == pytest.approx(0.5)
+    assert policy.verify_cost == pytest.approx((1.0,) * 9)
+
+
 def test_free_drafts_are_long_and_dear_ones_are_not_made(clock):
     cheap = decoded(clock, perfect_drafter(clock, 0.0))
     assert cheap.stats.acceptance_length > 6.0

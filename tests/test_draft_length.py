@@ -106,6 +106,44 @@ def test_cost_aware_drafting_stops_when_no_draft_is_kept_and_tries_again_later()
     assert any(lengths[100:])
 
 
+# A drafting layer and a small target on two cores (docs/performance.md).
+REAL_COSTS = CostAware(
+    draft_cost=0.03,
+    draft_start=0.09,
+    verify_cost=(1.0, 1.11, 1.2, 1.21, 1.25, 1.32, 1.4, 1.5, 1.6),
+)
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(64, 0.03), (256, 0.01), (2048, 0.004)])
+@pytest.mark.parametrize(("confidence", "factor"), [(None, 1.0), (0.05, 1.0), (0.95, 1.5)])
+def test_a_useless_drafter_costs_little(num_tokens, most, confidence, factor):
+    """Half as much again where it is always sure of itself."""
+    session, time = REAL_COSTS.begin(1), 0.0
+    for _ in range(num_tokens):
+        length_round = draft_one_round(session, [[confidence] * 9])
+        length_round.finish([0])
+        time += REAL_COSTS.round_cost(length_round.num_drafted[0])
+    assert 1.0 < time / num_tokens < 1.0 + factor * most
+
+
+def test_a_drafter_that_becomes_useful_is_noticed():
+    session, lengths = REAL_COSTS.begin(1), []
+    for turn in range(600):
+        length_round = draft_one_round(session, [[None] * 9])
+        length_round.finish([length_round.num_drafted[0] if turn >= 300 else 0])
+        lengths.append(length_round.num_drafted[0])
+    assert sum(length > 0 for length in lengths[100:300]) < 5
+    assert min(lengths[500:]) >= 4
+
+
+def test_a_draft_that_cannot_pay_is_not_even_looked_at():
+    session = CostAware(2.0, (1.0,) * 4).begin(1)
+    for _ in range(1000):
+        length_round = draft_one_round(session, [[None] * 9])
+        length_round.finish([0])
+        assert not any(length_round.num_drafted)
+
+
 def test_cost_aware_drafting_stops_earlier_where_verification_gets_dearer():
     flat = CostAware(0.05, (1.0,) * 13, acceptance=0.8).begin(1)
     steep = CostAware(0.05, tuple(1.0 + 0.2 * k for k in range(13)), acceptance=0.8).begin(1)

@@ -5,7 +5,7 @@ import torch
 
 from specdec_runtime import native
 from specdec_runtime.decode import SpeculativeDecoder
-from specdec_runtime.draft_length import FixedLength, LengthRound
+from specdec_runtime.draft_length import ConfidenceThreshold, FixedLength, LengthRound
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
@@ -98,6 +98,31 @@ def test_greedy_text_is_the_targets_and_sampled_rows_decode_as_alone(plain, kind
     together = decoder.generate(PROMPTS, seed=3, **arguments)
     alone = decoder.generate([PROMPTS[2]], seed=3 + 2, **arguments)
     assert together.token_ids[2] == alone.token_ids[0]
+
+
+class StepByStep:
+    """A model of the C++ engine that does not draft by itself."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __getattr__(self, name):
+        if name == "greedy_chain":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+
+@pytest.mark.skipif(not native.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("policy", [ConfidenceThreshold(0.3, 5), FixedLength(3)])
+def test_a_draft_made_inside_the_engine_is_the_one_made_step_by_step(policy):
+    model, draft = (native.NativeModel.from_hf(module) for module in (MODULE, DRAFT_MODULE))
+    rounds = []
+    for drafting in (draft, StepByStep(draft)):
+        decoder = SpeculativeDecoder(model, CausalLMDrafter(drafting), num_draft_tokens=policy)
+        done = decoder.generate(PROMPTS, max_new_tokens=NUM_TOKENS)
+        rounds.append([(entry.rows, entry.drafted, entry.accepted) for entry in done.rounds])
+    assert rounds[0] == rounds[1]
+    assert len({count for _, drafted, _ in rounds[0] for count in drafted}) > 1
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "tree"])

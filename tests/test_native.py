@@ -326,6 +326,35 @@ def test_greedy_chain_drafts_what_single_steps_would(layers):
         assert drafted[i].tolist() == expected
 
 
+def test_greedy_chain_tells_probabilities_and_ends_where_it_is_told():
+    model, ids, counts = make_native(), random_ids(2, 6), torch.tensor([6, 3])
+    whole = model.greedy_chain(ids, model.new_cache(2, 32), num_new=counts, steps=6)
+    cache, told = model.new_cache(2, 32), []
+
+    def proceed(probabilities):
+        told.append(probabilities)
+        return len(told) < 4
+
+    drafted = model.greedy_chain(ids, cache, num_new=counts, steps=6, proceed=proceed)
+    assert torch.equal(drafted, whole[:, :4])
+    assert cache.lengths.tolist() == [6 + 3, 3 + 3]
+    for i, count in enumerate(counts):
+        text = torch.cat([ids[i, :count], drafted[i]])[None]
+        logits = model.forward(text, model.new_cache(1, 32)).logits[0, count - 1 : -1]
+        expected = logits.softmax(-1).amax(-1)
+        torch.testing.assert_close(torch.tensor(told)[:, i], expected, atol=1e-5, rtol=0)
+
+
+def test_an_error_in_between_ends_the_chain_and_comes_out():
+    model = make_native()
+
+    def proceed(probabilities):
+        raise KeyError("a policy of the caller's own")
+
+    with pytest.raises(KeyError, match="of the caller's own"):
+        model.greedy_chain(random_ids(1, 4), model.new_cache(1, 16), steps=3, proceed=proceed)
+
+
 def test_reduced_head_keeps_the_chosen_columns():
     hf, rows = make_hf(CONFIGS["llama"]), torch.tensor([5, 130, 7, 64, 9, 100, 23])
     full, reduced = NativeModel.from_hf(hf), NativeModel.from_hf(hf, head_rows=rows)

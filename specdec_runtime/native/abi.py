@@ -6,7 +6,7 @@ the sizes with the compiled ones, so that a forgotten field is an error and not 
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_float, c_int64, c_void_p
+from ctypes import CFUNCTYPE, POINTER, c_float, c_int64, c_void_p
 from functools import lru_cache
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec_runtime.native.build import load_library
 
 Indices = Sequence[int] | Tensor
+Proceed = CFUNCTYPE(c_int64)
 
 
 class Linear(ctypes.Structure):
@@ -98,10 +99,11 @@ def decoder() -> ctypes.CDLL:
         "forward": [model, cache, request],
         "logits": [model, c_void_p, c_int64, c_int64, c_void_p],
         "normed_logits": [model, POINTER(c_void_p), c_int64, c_void_p, c_int64, c_int64, c_void_p],
-        "greedy_chain": [model, cache, request, c_int64, c_void_p],
+        "greedy_chain": [model, cache, request, c_int64, c_void_p, c_void_p, Proceed],
         "keep_path": [model, cache, c_int64, c_int64, c_void_p, c_int64],
     }
     for name, types in arguments.items():
         function = getattr(library, f"draftloop_{name}")
-        function.argtypes, function.restype = types, c_int64 if name == "check" else None
+        function.argtypes = types
+        function.restype = c_int64 if name in ("check", "greedy_chain") else None
     return library

@@ -604,8 +604,11 @@ void draftloop_normed_logits(const Model* model, const float* const* norms, int6
 // Runs the request (which wants the last logits), then drafts greedily: drafted [rows, steps].
 // The last drafted token is not fed, so each row grows by num_new + steps - 1. If the request wants
 // hidden states (of one kind), those of a row's last token enter the next step as its hidden_in.
-void draftloop_greedy_chain(const Model* model, const Cache* cache, const Request* request,
-                            int64_t steps, int64_t* drafted) {
+// proceed or null: called after every step, with the probabilities of its tokens in `confidences`
+// [rows]; where it returns 0 the chain ends. Returns the number of steps taken.
+int64_t draftloop_greedy_chain(const Model* model, const Cache* cache, const Request* request,
+                               int64_t steps, int64_t* drafted, float* confidences,
+                               int64_t (*proceed)()) {
     std::vector<int64_t> latest(request->rows);
     const std::vector<int64_t> ones(request->rows, 1);
     const int64_t size = model->hidden_size;
@@ -623,15 +626,19 @@ void draftloop_greedy_chain(const Model* model, const Cache* cache, const Reques
             next.hidden_in = entering.data();
         }
         for (int64_t r = 0; r < request->rows; ++r) {
-            const int64_t column =
-                argmax(request->logits + r * model->num_logits, model->num_logits);
+            const float* logits = request->logits + r * model->num_logits;
+            const int64_t column = argmax(logits, model->num_logits);
             latest[r] = model->head_token_ids[column];
             drafted[r * steps + step] = latest[r];
+            if (proceed != nullptr)
+                confidences[r] = probability(logits, model->num_logits, logits[column]);
         }
+        if (proceed != nullptr && !proceed()) return step + 1;
         next.token_ids = latest.data();
         next.num_new = ones.data();
         next.width = 1;
     }
+    return steps;
 }
 
 // Moves slots of one row to start, start + 1, ...: the accepted path of a tree becomes a chain.

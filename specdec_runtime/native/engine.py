@@ -6,8 +6,8 @@ time of the call; the results do not depend on it.
 Shapes: b rows of one call, Q new tokens a row, D hidden size, V logit columns.
 """
 
-from collections.abc import Sequence
-from ctypes import byref
+from collections.abc import Callable, Sequence
+from ctypes import byref, c_float
 
 import torch
 from torch import Tensor
@@ -126,8 +126,9 @@ class NativeModel:
         layers: tuple[int, int] | None = None,
         hidden_in: Tensor | None = None,
         hands_on: int | None = None,
+        proceed: Callable[[list[float]], bool] | None = None,
     ) -> Tensor:
-        """Feeds the given tokens, then drafts by argmax without returning to Python.
+        """Feeds the given tokens, then drafts by argmax without leaving the engine.
 
         The lowest id wins a tie, as in `torch.argmax`. The last drafted token is not fed: each row
         of the cache grows by num_new + steps - 1. `layers=(0, n)` drafts with the first n layers
@@ -136,8 +137,10 @@ class NativeModel:
         Args: as in `forward`, and
             hands_on: the layer whose hidden state of a row's last token enters the next step as
                 its `hidden_in`; None = the next step starts from its token's embedding.
+            proceed: called after every step with the probabilities of the b tokens drafted; the
+                chain ends where it returns False.
 
-        Returns: [b, steps] int64 token ids; with `head_rows`, ids of the full vocabulary.
+        Returns: [b, steps taken] int64 token ids; with `head_rows`, ids of the full vocabulary.
         """
         if steps < 1:
             raise ValueError(f"steps={steps}: expected at least 1")
@@ -148,14 +151,29 @@ class NativeModel:
         call.want_logits(last_only=True)
         call.check(extra=steps - 1)
         drafted = torch.empty(len(token_ids), steps, dtype=torch.int64)
-        abi.decoder().draftloop_greedy_chain(
+        confidences = (c_float * len(token_ids))()
+        failed: list[BaseException] = []
+
+        def ask() -> bool:
+            assert proceed is not None
+            try:
+                return proceed(list(confidences))
+            except BaseException as error:  # ctypes would print it and go on
+                failed.append(error)
+                return False
+
+        taken = abi.decoder().draftloop_greedy_chain(
             byref(self._packed.model),
             byref(cache.structure),
             byref(call.request),
             steps,
             abi.pointer(drafted),
+            confidences,
+            abi.Proceed(ask) if proceed is not None else abi.Proceed(),
         )
-        return drafted
+        if failed:
+            raise failed[0]
+        return drafted[:, :taken]
 
     def logits_of(self, hidden: Tensor) -> Tensor:
         """[..., V] float32 logits of [..., D] post-norm hidden states (layer -1)."""

@@ -234,3 +234,15 @@ inline int64_t argmax(const float* values, int64_t count) {
         if (values[j] == best) return j;
     return 0;
 }
+
+// Softmax probability of the largest of the values.
+inline float probability(const float* values, int64_t count, float largest) {
+    const Vec16 offset = broadcast(largest);
+    Vec16 sum = zeros();
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+        sum = add(sum, exponential(subtract(load(values + i), offset)));
+    float total = sum_lanes(sum);
+    for (; i < count; ++i) total += std::exp(values[i] - largest);
+    return 1.0f / total;
+}
