@@ -77,7 +77,12 @@ class SpeculativeDecoder:
 
         Args:
             on_tokens: called with every chunk of tokens as it becomes final.
+
+        Raises:
+            ValueError: as `stream`.
         """
+        if on_tokens is not None and not callable(on_tokens):
+            raise ValueError(f"on_tokens is {on_tokens!r}, expected a function of a Chunk")
         decoding = self._begin(prompts, **arguments)
         for chunk in decoding.chunks():
             if on_tokens is not None:

@@ -21,7 +21,7 @@ from specdec_runtime.fingerprint import folder_fingerprint
 from specdec_runtime.formats import check_target, is_drafter_folder, read_manifest
 from specdec_runtime.model_names import portable_name, resolve_model
 from specdec_runtime.pretrained import load_module, load_tokenizer
-from specdec_runtime.target import Target, end_of_text_ids
+from specdec_runtime.target import Target, end_of_text_ids, warn_of_defaults
 from specdec_runtime.tokenizers import (
     check_round_trip,
     real_vocab_size,
@@ -65,6 +65,7 @@ def load_target(
     check_round_trip(tokenizer)
     folder = _local_folder(source, revision)
     model = make_model(module, engine=engine)
+    warn_of_defaults(module.generation_config)
     real = real_vocab_size(tokenizer)
     if real > model.vocab_size:
         raise ValueError(

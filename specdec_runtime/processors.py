@@ -38,7 +38,7 @@ def make_processors(
     made = LogitsProcessorList()
     if settings.logit_bias:
         biases: list[list[list[int] | float]] = [
-            [[token], float(bias)] for token, bias in settings.logit_bias.items()
+            [[int(token)], float(bias)] for token, bias in settings.logit_bias.items()
         ]
         made.append(SequenceBiasLogitsProcessor(biases))
     if settings.repetition_penalty != 1.0:
@@ -47,10 +47,13 @@ def make_processors(
     if presence or frequency:
         made.append(_OutputCountPenalty(prompt_length, presence, frequency))
     if settings.bad_words_ids is not None:
-        made.append(NoBadWordsLogitsProcessor(settings.bad_words_ids))
+        words = [list(map(int, word)) for word in settings.bad_words_ids]
+        made.append(NoBadWordsLogitsProcessor(words))
     if settings.min_new_tokens and eos_token_ids:
         eos = torch.tensor(list(eos_token_ids), device=device)
-        made.append(MinNewTokensLengthLogitsProcessor(prompt_length, settings.min_new_tokens, eos))
+        made.append(
+            MinNewTokensLengthLogitsProcessor(prompt_length, int(settings.min_new_tokens), eos)
+        )
     if not any(map(remembers, settings.logits_processors)):
         made.extend(settings.logits_processors)
     return made
@@ -60,7 +63,7 @@ def make_warpers(settings: SamplingSettings) -> LogitsProcessorList:
     """What `generate` applies only when it samples, after the temperature, in its order."""
     made = LogitsProcessorList()
     if settings.top_k is not None:
-        made.append(TopKLogitsWarper(settings.top_k))
+        made.append(TopKLogitsWarper(int(settings.top_k)))
     if settings.top_p is not None and settings.top_p < 1.0:
         made.append(_Nucleus(settings.top_p))
     if settings.min_p:

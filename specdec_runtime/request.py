@@ -6,13 +6,13 @@ what to do about it; nothing is ignored.
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from specdec_runtime.sampling import SamplingSettings
+from specdec_runtime.sampling_settings import SamplingSettings, is_whole_number
 from specdec_runtime.stopping import Stopping
 from specdec_runtime.target import Target
 from specdec_runtime.text import require_unicode
@@ -34,6 +34,12 @@ _ELSEWHERE = {
     "use_cache": "the loop always caches",
     "attention_mask": "prompts are lists of their own lengths, without padding",
     "inputs_embeds": "prompts are texts or token ids",
+    "pad_token_id": "prompts are lists of their own lengths, without padding",
+    "no_repeat_ngram_size": "give logits_processors a NoRepeatNGramLogitsProcessor",
+    "suppress_tokens": "give logit_bias, -inf for each of them",
+    "max_time": "give stopping_criteria a MaxTimeCriteria",
+    "streamer": "iterate over stream(...), or give on_tokens",
+    "return_dict_in_generate": "the result always has everything",
     "pixel_values": "the target reads text alone",
     "input_features": "the target reads text alone",
 }
@@ -63,8 +69,7 @@ def check_request(
     sampling: Mapping[str, Any],
 ) -> Request:
     """Everything a decoding needs, or a ValueError that says what to change."""
-    is_count = isinstance(max_new_tokens, int) and not isinstance(max_new_tokens, bool)
-    if not is_count or max_new_tokens < 1:
+    if not is_whole_number(max_new_tokens) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens!r}, expected a number of at least 1")
     _check_list_of_prompts(prompts)
     settings = _checked_settings(sampling, target)
@@ -86,7 +91,7 @@ def check_request(
         )
     return Request(
         prompts=encoded,
-        budgets=[min(max_new_tokens, left) for left in room],
+        budgets=[min(int(max_new_tokens), left) for left in room],
         is_context_bound=[left < max_new_tokens for left in room],
         settings=settings,
         stopping=Stopping(
@@ -141,6 +146,8 @@ def _checked_prompt(target: Target, prompt: Any, row: int) -> list[int]:
         require_unicode(prompt)
         prompt = target.tokenizer(prompt).input_ids
     try:
+        if isinstance(prompt, bytes | bytearray | Set):
+            raise TypeError
         ids = [operator.index(token) for token in prompt]
     except TypeError:
         kind = type(prompt).__name__

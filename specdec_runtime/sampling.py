@@ -11,6 +11,7 @@ Shapes: N positions of any rows, V the real vocabulary (padding of the logits is
 """
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from specdec_runtime.noise import UniformStreams, draw_by_inversion
 from specdec_runtime.processor_states import ProcessorStates, check_processors, remembers
 from specdec_runtime.processors import make_processors, make_warpers, needs_history
-from specdec_runtime.sampling_settings import SamplingSettings
+from specdec_runtime.sampling_settings import SamplingSettings, is_whole_number
 
 __all__ = ["Sampler", "SamplingSettings"]
 
@@ -225,15 +226,15 @@ def _check_vocabulary(
 def _row_seeds(seed: int | Sequence[int] | None, batch_size: int) -> list[int]:
     if seed is None:
         seed = int(torch.randint(2**62, ()))  # so that torch.manual_seed governs it
-    if isinstance(seed, int):
-        return [seed + row for row in range(batch_size)]
-    if not isinstance(seed, Sequence) or not all(isinstance(one, int) for one in seed):
+    if is_whole_number(seed):
+        return [operator.index(seed) + row for row in range(batch_size)]
+    if not isinstance(seed, Sequence) or not all(map(is_whole_number, seed)):
         raise ValueError(f"seed is {seed!r}, expected an integer, or one per prompt")
     if len(seed) != batch_size:
         raise ValueError(
             f"seed has {len(seed)} values for {batch_size} prompts: give one, or one per prompt"
         )
-    return list(seed)
+    return list(map(operator.index, seed))
 
 
 def _one_hot(scores: Tensor) -> Tensor:

@@ -5,9 +5,11 @@ Checked when made: a value out of range, or settings that contradict each other,
 """
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
+from typing import TypeGuard
 
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor
 
@@ -102,7 +104,7 @@ class SamplingSettings:
         for value in self._given_temperatures():
             _check(0.0 <= value < math.inf, "temperature", value, "0 (greedy) or positive")
         if self.top_k is not None:
-            valid = isinstance(self.top_k, int) and self.top_k >= 1
+            valid = is_whole_number(self.top_k) and self.top_k >= 1
             _check(valid, "top_k", self.top_k, "an integer of at least 1, or None for all tokens")
         for name in ("top_p", "typical_p"):
             value = getattr(self, name)
@@ -115,7 +117,7 @@ class SamplingSettings:
             _check(math.isfinite(value), name, value, "a finite number (0 is neutral)")
         count = self.min_new_tokens
         _check(
-            isinstance(count, int) and count >= 0, "min_new_tokens", count, "an integer, 0 or more"
+            is_whole_number(count) and count >= 0, "min_new_tokens", count, "an integer, 0 or more"
         )
 
     def _check_tokens(self) -> None:
@@ -148,12 +150,17 @@ class SamplingSettings:
             )
 
 
+def is_whole_number(value: object) -> TypeGuard[int]:
+    """Python's integers and numpy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _is_token_id(value: object) -> bool:
-    return isinstance(value, int) and value >= 0
+    return is_whole_number(value) and operator.index(value) >= 0
 
 
 def _check(valid: bool, name: str, value: object, expected: str) -> None:

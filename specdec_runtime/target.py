@@ -1,5 +1,6 @@
 """The target: a model with what belongs to it, as decoding needs it."""
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,17 @@ from transformers import PreTrainedModel
 
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.model import CausalModel
+
+# Settings that transformers' greedy `generate` takes from a model's generation configuration.
+_DEFAULTS_OF_GENERATE = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "min_new_tokens",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "sequence_bias",
+)
 
 
 @dataclass(kw_only=True)
@@ -52,12 +64,25 @@ def as_target(target: Target | CausalModel | PreTrainedModel) -> Target:
         return target
     if isinstance(target, PreTrainedModel):
         eos = end_of_text_ids(target.generation_config, target.config)
+        warn_of_defaults(target.generation_config)
         return Target(model=HFModel(target), eos_token_ids=eos)
     if not hasattr(target, "new_cache"):
         raise ValueError(
             f"target is {target!r}, expected a Target, as load_target gives it, or a loaded model"
         )
     return Target(model=target, eos_token_ids=end_of_text_ids(None, target.config))
+
+
+def warn_of_defaults(generation_config: Any) -> None:
+    """Say which settings of the model's own are not applied: only those of a call are."""
+    values = {name: getattr(generation_config, name, None) for name in _DEFAULTS_OF_GENERATE}
+    found = [f"{name}={value}" for name, value in values.items() if value not in (None, 0, 1, [])]
+    if found:
+        warnings.warn(
+            f"the target's generation configuration sets {', '.join(found)}, which transformers' "
+            "generate applies by itself; here only what a call names is applied: give it there",
+            stacklevel=3,
+        )
 
 
 def end_of_text_ids(generation_config: Any, config: Any) -> tuple[int, ...]:

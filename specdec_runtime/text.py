@@ -30,7 +30,7 @@ class TextBuilder:
     def push(self, token_id: int) -> str:
         """Append a token; returns the text that is final now, perhaps ""."""
         self._ids.append(token_id)
-        text = self._pending()
+        text = self.pending()
         if text.endswith(_INCOMPLETE):
             return ""
         self._anchor, self._shown = self._shown, len(self._ids)
@@ -38,11 +38,12 @@ class TextBuilder:
 
     def flush(self) -> str:
         """The rest, when no token follows: a character that stayed incomplete, or ""."""
-        text = self._pending()
+        text = self.pending()
         self._anchor, self._shown = self._shown, len(self._ids)
         return text
 
-    def _pending(self) -> str:
+    def pending(self) -> str:
+        """The text that is not final yet: it ends in a character that stayed incomplete, or ""."""
         before = self._decode(self._ids[self._anchor : self._shown])
         return self._decode(self._ids[self._anchor :])[len(before) :]
 
@@ -94,6 +95,7 @@ class StopStrings:
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str]) -> None:
         self._stops = list(stop_strings)
+        self._tokenizer = tokenizer
         self._builder = TextBuilder(tokenizer, skip_special_tokens=False)
         self._tail = ""
         self._keep = max(map(len, self._stops)) - 1
@@ -101,14 +103,17 @@ class StopStrings:
     def push(self, token_id: int) -> int | None:
         """Append a token; if it completes a stop string, how many characters follow that string.
 
-        None while no stop string is complete.
+        Characters that the text shows: of a special token there are none. None while no stop string
+        is complete.
         """
-        new = self._builder.push(token_id)
-        text = self._tail + new
+        final = self._tail + self._builder.push(token_id)
+        pending = self._builder.pending()
+        text = final + pending.rstrip(_INCOMPLETE)
         ends = [at + len(stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            return len(text) - min(ends)
-        self._tail = text[-self._keep :] if self._keep else ""
+            shown = self._tokenizer.decode([token_id], skip_special_tokens=True)
+            return min(len(final + pending) - min(ends), len(shown))
+        self._tail = final[-self._keep :] if self._keep else ""
         return None
 
 

@@ -1,5 +1,6 @@
 """The loop: lossless for any drafter, length and batch; caches exact after every round."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import MaxLengthCriteria
@@ -269,6 +270,13 @@ BAD_REQUESTS = [
     ({"stopping_criteria": [3]}, "stopping_criteria is \\[3\\]"),
     ({"seed": 1.5, "temperature": 1.0}, "seed is 1.5, expected an integer"),
     ({"seed": "ab", "temperature": 1.0}, "seed is 'ab'"),
+    ({"on_tokens": 3}, "on_tokens is 3, expected a function"),
+    ({"top_k": True, "temperature": 1.0}, "top_k is True"),
+    ({"min_new_tokens": True}, "min_new_tokens is True"),
+    ({"pad_token_id": 0}, "pad_token_id.*without padding"),
+    ({"no_repeat_ngram_size": 2}, "no_repeat_ngram_size.*NoRepeatNGramLogitsProcessor"),
+    ({"max_time": 1.0}, "max_time.*MaxTimeCriteria"),
+    ({"streamer": 1}, "streamer.*on_tokens"),
 ]
 
 
@@ -278,6 +286,34 @@ def test_bad_arguments_are_refused_before_any_pass(arguments, message):
     with pytest.raises(ValueError, match=message):
         SpeculativeDecoder(model).generate([[1]], **{"max_new_tokens": 4, **arguments})
     assert model.num_passes == 0
+
+
+def test_numpys_and_torchs_numbers_are_numbers():
+    model = tiny_llama(0)
+    one = np.int64(1)
+    given = SpeculativeDecoder(model).generate(
+        torch.tensor([[5, 6]]),
+        max_new_tokens=one * 6,
+        temperature=np.float32(1.0),
+        top_k=one * 9,
+        min_new_tokens=one * 2,
+        seed=one,
+        bad_words_ids=[[one * 7]],
+        logit_bias={one * 8: np.float32(1.0)},
+        eos_token_id=torch.tensor([2]),
+    )
+    plain = SpeculativeDecoder(model).generate(
+        [[5, 6]],
+        max_new_tokens=6,
+        temperature=1.0,
+        top_k=9,
+        min_new_tokens=2,
+        seed=1,
+        bad_words_ids=[[7]],
+        logit_bias={8: 1.0},
+        eos_token_id=2,
+    )
+    assert given.token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize(
@@ -294,6 +330,8 @@ def test_bad_arguments_are_refused_before_any_pass(arguments, message):
         ({"input_ids": [[1]]}, 'a dict, expected a list of prompts: .*under "input_ids"'),
         (None, "prompts is None"),
         ([[1.5]], "prompt 0 is a list: expected text or a list of ids"),
+        ([b"\1\2"], "prompt 0 is a bytes"),
+        ([{1, 2}], "prompt 0 is a set"),
     ],
 )
 def test_bad_prompts_are_refused_before_any_pass(prompts, message):

@@ -1,6 +1,7 @@
 """Ends are exact: at the token, wherever it falls in a burst; nothing behind it is seen or counted."""
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, StoppingCriteria
 
@@ -17,7 +18,7 @@ def byte_tokenizer():
     """One token a byte (256 ids), a few longer ones, and a special end marker."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: index for index, symbol in enumerate(alphabet)}
-    for word in ("ab", "END", "\u0120stop", "here"):
+    for word in ("ab", "END", "\u0120stop", "here", "!\u00c3"):  # the last: half of a character
         vocab[word] = len(vocab)
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -92,6 +93,19 @@ def test_the_ends_of_the_generation_config_count():
     assert end_of_text_ids(module.generation_config, module.config) == (2,)
 
 
+def test_other_settings_of_the_generation_config_are_named_and_left_to_the_call():
+    module = tiny_llama(0)
+    module.generation_config.repetition_penalty = 1.3
+    with pytest.warns(UserWarning, match="configuration sets repetition_penalty=1.3"):
+        decoder = SpeculativeDecoder(module)
+    arguments = {"max_new_tokens": 12, "eos_token_id": []}
+    ids = torch.tensor([[5, 6, 7]])
+    theirs = module.generate(ids, do_sample=False, pad_token_id=0, max_new_tokens=12)[0, 3:]
+    ours = decoder.generate([[5, 6, 7]], repetition_penalty=1.3, **arguments).token_ids[0]
+    assert ours == theirs.tolist()
+    assert decoder.generate([[5, 6, 7]], **arguments).token_ids[0] != ours
+
+
 def test_without_any_end_of_text_the_row_runs_to_its_length():
     module = tiny_llama(0)
     module.generation_config.eos_token_id = None
@@ -127,6 +141,32 @@ def test_stop_strings_end_the_text_exactly(pieces, stop, kept_tokens, text, num_
     assert generation.finish_reasons == ["stop"]
     assert generation.text() == text
     assert "".join(piece.text for piece in streamed) == text
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 2, 3, 8])
+def test_what_follows_a_stop_string_in_a_special_token_takes_no_text_away(num_draft_tokens):
+    ids = [*ids_of("h", "i", "!"), TOKENIZER.eos_token_id, *ids_of("a", "b")]
+    chunks, stream = [], TextStream(TOKENIZER)
+    generation = reciting([3, *ids], num_draft_tokens=num_draft_tokens).generate(
+        [[3]], max_new_tokens=6, eos_token_id=[], stop_strings="<|en", on_tokens=chunks.append
+    )
+    assert generation.token_ids == [ids[:4]]
+    assert generation.text(0) == "hi!"
+    assert "".join(piece.text for chunk in chunks for piece in stream.pieces(chunk)) == "hi!"
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 2, 3, 8])
+def test_a_stop_string_is_found_in_a_token_that_ends_inside_a_character(num_draft_tokens):
+    first, *rest = TOKENIZER("\u00e9").input_ids
+    half = TOKENIZER.convert_tokens_to_ids("!" + TOKENIZER.convert_ids_to_tokens(first))
+    ids = [*ids_of("a", "b"), half, *rest, *ids_of("c")]
+    chunks, stream = [], TextStream(TOKENIZER)
+    generation = reciting([3, *ids], num_draft_tokens=num_draft_tokens).generate(
+        [[3]], max_new_tokens=5, stop_strings="b!", on_tokens=chunks.append
+    )
+    assert generation.token_ids == [ids[:3]]
+    assert generation.text(0) == "ab!"
+    assert "".join(piece.text for chunk in chunks for piece in stream.pieces(chunk)) == "ab!"
 
 
 def test_a_stop_string_in_the_prompt_ends_nothing():
