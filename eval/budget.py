@@ -1,7 +1,7 @@
 """How long an evaluation will take, part by part, and how to make it fit its time limit.
 
-Estimates rest on one thing measured first: the seconds of a pass of the target over 1, 2, ...
-tokens. They are printed before the work starts.
+Estimates rest on two things measured first: the seconds of a pass of the target over one token and
+over a prompt. They are printed before the work starts.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from eval.sweeps import NUM_REPEATS as BATCH_REPEATS
 
 GUESSED_LENGTH = 1.4  # tokens a round, before anything is known
 GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
-TIMED_SHARE = 0.45  # of the time limit that timing may always use
+TIMED_SHARE = 0.4  # of the time limit that timing may always use
+LEAST_PROMPTS = 6  # a suite; fewer would make intervals that say little, however busy the machine
 REFERENCE_SHARE = 0.1  # of the time limit, at most, for decoding with transformers
 SCORING = 1.5  # of a pass over a text: the whole vocabulary at every position, and its sums
 REPLAY = 0.25  # of a pass over a text: what a drafter would have proposed along it
@@ -24,6 +25,17 @@ RIVAL_SLOWNESS = 6  # of another program and ours together, in passes of our tar
 LONG_CONTEXT = 1.5  # a long prompt's pass, in what its number of tokens alone would make it
 OTHER_PASSES = 1000  # passes over one token: baselines, sampling rules, self-draft, traces
 FINISHING_PASSES = 300  # of these, what comes behind the timing: traces, weak places, the page
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of a pass of the target over one token, and of every token more in a long one."""
+
+    one_s: float
+    more_s: float
+
+    def over(self, num_tokens: float) -> float:
+        return self.one_s + self.more_s * (num_tokens - 1)
 
 
 @dataclass(frozen=True)
@@ -52,26 +64,26 @@ class Amounts:
     num_temperatures: int
 
 
-def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig) -> list[PartTime]:
+def estimate(a_pass: PassTime, amounts: Amounts, config: EvaluationConfig) -> list[PartTime]:
     """Seconds of each part but the timing, which comes last and takes what is left."""
     suites, temperatures = amounts.num_suites, amounts.num_temperatures
-    texts = suites * temperatures * _decoding(pass_s, amounts, amounts.num_prompts, 0, config)
-    whole = _decoding(pass_s, amounts, amounts.num_prompts, config.num_draft_tokens, config)
+    texts = suites * temperatures * _decoding(a_pass, amounts, amounts.num_prompts, 0, config)
+    whole = _decoding(a_pass, amounts, amounts.num_prompts, config.num_draft_tokens, config)
     few = min(config.decoded_prompts, amounts.num_prompts)
-    checks = _decoding(pass_s, amounts, few, config.num_draft_tokens, config)
+    checks = _decoding(a_pass, amounts, few, config.num_draft_tokens, config)
     # A few texts on every suite at temperature 0, on the first one above it.
     decoded = amounts.num_drafters * suites * checks
     sampled = amounts.num_recorded * checks
     sampled += (amounts.num_drafters - amounts.num_recorded) * suites * whole
     decoded += (temperatures - 1) * sampled
-    a_text = _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
+    a_text = a_pass.over(amounts.prompt_tokens + config.max_new_tokens)
     replays = SCORING + REPLAY * (amounts.num_drafters - amounts.num_followed)
     replays += FOLLOWING * amounts.num_followed
     read = suites * temperatures * amounts.num_prompts * a_text * replays
-    a_turn = TURN_ROUNDS * _pass(pass_s, config.max_draft_tokens / 2)
-    a_turn += _pass(pass_s, amounts.prompt_tokens)
+    a_turn = TURN_ROUNDS * a_pass.over(config.max_draft_tokens / 2)
+    a_turn += a_pass.over(amounts.prompt_tokens)
     turns = NUM_PROMPTS * len(run_lengths(config.max_draft_tokens))
-    costs = turns * (amounts.num_drafters + 1) * a_turn + OTHER_PASSES * pass_s[0]
+    costs = turns * (amounts.num_drafters + 1) * a_turn + OTHER_PASSES * a_pass.one_s
     compared = REFERENCE_SHARE * config.time_limit_s if config.reference_prompts else 0.0
     return [
         PartTime("the target's texts", texts),
@@ -79,27 +91,25 @@ def estimate(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
         PartTime("costs of a round", costs),
         PartTime("decoding with the drafters", decoded),
         PartTime("replays and weak places", read),
-        *_on_request(pass_s, amounts, config),
+        *_on_request(a_pass, amounts, config),
     ]
 
 
-def _on_request(
-    pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig
-) -> list[PartTime]:
+def _on_request(a_pass: PassTime, amounts: Amounts, config: EvaluationConfig) -> list[PartTime]:
     """Seconds of what the settings ask for besides; nothing is listed that they do not."""
-    a_text = _pass(pass_s, amounts.prompt_tokens + config.max_new_tokens)
+    a_text = a_pass.over(amounts.prompt_tokens + config.max_new_tokens)
     policies = RECORDING * a_text * amounts.num_suites * amounts.num_prompts
-    rounds = config.max_new_tokens / GUESSED_LENGTH * _pass(pass_s, config.num_draft_tokens + 1)
+    rounds = config.max_new_tokens / GUESSED_LENGTH * a_pass.over(config.num_draft_tokens + 1)
     rivals = RIVAL_SLOWNESS * rounds * RIVAL_REPEATS * config.rival_prompts * amounts.num_drafters
     batches = sum(
-        BATCH_REPEATS * _decoding(pass_s, amounts, size, length, replace(config, batch_size=size))
+        BATCH_REPEATS * _decoding(a_pass, amounts, size, length, replace(config, batch_size=size))
         for size in config.batch_sizes
         for length in (0, *(config.also_time or [2]))
     )
     lengths = len(run_lengths(config.max_draft_tokens))
-    a_length = 2 * TURN_ROUNDS * _pass(pass_s, config.max_draft_tokens / 2)
+    a_length = 2 * TURN_ROUNDS * a_pass.over(config.max_draft_tokens / 2)
     contexts = sum(
-        lengths * (2 * LONG_CONTEXT * _pass(pass_s, size) + a_length)
+        lengths * (2 * LONG_CONTEXT * a_pass.over(size) + a_length)
         for size in config.context_lengths
     )
     parts = [
@@ -112,7 +122,7 @@ def _on_request(
 
 
 def _decoding(
-    pass_s: Sequence[float],
+    a_pass: PassTime,
     amounts: Amounts,
     num_prompts: int,
     num_draft_tokens: int,
@@ -124,15 +134,17 @@ def _decoding(
     seconds = 0.0
     for first in range(0, num_prompts, config.batch_size):
         rows = min(config.batch_size, num_prompts - first)
-        seconds += _pass(pass_s, rows * amounts.prompt_tokens)
-        seconds += rounds * extra * _pass(pass_s, rows * (num_draft_tokens + 1))
+        seconds += a_pass.over(rows * amounts.prompt_tokens)
+        seconds += rounds * extra * a_pass.over(rows * (num_draft_tokens + 1))
     return seconds
 
 
-def fit_prompts(pass_s: Sequence[float], amounts: Amounts, config: EvaluationConfig) -> Amounts:
-    """Fewer prompts a suite where the estimate exceeds the share of the limit; never below 4."""
+def fit_prompts(a_pass: PassTime, amounts: Amounts, config: EvaluationConfig) -> Amounts:
+    """Fewer prompts a suite where the estimate exceeds the share of the limit; never below LEAST_PROMPTS."""
     allowed = (1 - TIMED_SHARE) * config.time_limit_s
-    while amounts.num_prompts > 4 and total(estimate(pass_s, amounts, config)) > allowed:
+    while (
+        amounts.num_prompts > LEAST_PROMPTS and total(estimate(a_pass, amounts, config)) > allowed
+    ):
         amounts = replace(amounts, num_prompts=amounts.num_prompts - 1)
     return amounts
 
@@ -146,9 +158,3 @@ def describe(parts: Sequence[PartTime]) -> str:
     """`about 95 s: plain greedy texts 20 s, ...`."""
     listed = ", ".join(f"{part.name} {part.seconds:.0f} s" for part in parts)
     return f"about {total(parts):.0f} s: {listed}"
-
-
-def _pass(pass_s: Sequence[float], num_tokens: float) -> float:
-    """Seconds of a pass over this many tokens, by the line through the first and last measured."""
-    slope = max((pass_s[-1] - pass_s[0]) / max(len(pass_s) - 1, 1), 0.0)
-    return pass_s[0] + slope * (num_tokens - 1)

@@ -121,11 +121,12 @@ def bar_list(title: str, bars: Sequence[Bar], *, reference: float | None = None)
     height = row * len(bars) + 6
     scale = (WIDTH - label_space) / reach
     parts = []
-    if reference is not None:
-        x = reference * scale
-        parts.append(f'<line class="reference" x1="{x:.1f}" y1="0" x2="{x:.1f}" y2="{height}"/>')
     for index, bar in enumerate(bars):
         y = index * row
+        if reference is not None:  # beside the bars alone, not through their names
+            x = reference * scale
+            ends = f'x1="{x:.1f}" y1="{y + 15}" x2="{x:.1f}" y2="{y + 33}"'
+            parts.append(f'<line class="reference" {ends}/>')
         left, width = bar.start * scale, max((bar.end - bar.start) * scale, 1.5)
         tip = f"<title>{escape(bar.title)}</title>" if bar.title else ""
         parts.append(

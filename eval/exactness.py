@@ -117,14 +117,19 @@ def arithmetic_dtype(model: CausalModel) -> torch.dtype:
 
 @torch.inference_mode()
 def shape_noise(model: CausalModel, token_ids: Sequence[int], *, width: int) -> float:
-    """Largest change of a logit between passes over one token and over `width` tokens.
+    """Largest change of a logit of passes over one token when they are run again, over `width` tokens
+    at once, and over as many rows of a batch.
 
-    0 for an engine whose results do not depend on the shape of a pass.
+    0 for an engine whose results depend on none of it.
     """
     tokens = torch.tensor([list(token_ids)])
     once = _chunked_logits(model, tokens, 1)
-    wide = _chunked_logits(model, tokens, width)
-    return float((once - wide).abs().max())
+    others = (
+        _chunked_logits(model, tokens, 1),
+        _chunked_logits(model, tokens, width),
+        _chunked_logits(model, tokens.expand(width, -1), 1),
+    )
+    return max(float((once - other).abs().max()) for other in others)
 
 
 def tie_tolerance(noise: float, dtype: torch.dtype) -> float:
@@ -202,8 +207,8 @@ def self_draft_acceptance(
 
 
 def _chunked_logits(model: CausalModel, tokens: Tensor, width: int) -> Tensor:
-    """[S, V] logits of [1, S] tokens, fed `width` at a time."""
-    cache = model.new_cache(1, tokens.shape[1])
+    """[S, V] logits of the first of [b, S] tokens, fed `width` at a time."""
+    cache = model.new_cache(*tokens.shape)
     chunks = [model.forward(chunk, cache).logits for chunk in tokens.split(width, dim=1)]
     return torch.cat([chunk[0].cpu() for chunk in chunks if chunk is not None])
 

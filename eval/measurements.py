@@ -1,8 +1,12 @@
 """The measurements of an evaluation, each kept on disk once it is done (parts.py)."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from eval.budget import PassTime
 from eval.config import EvaluationConfig
 from eval.costs import NUM_PROMPTS, measure_costs
 from eval.exactness import self_draft_acceptance
@@ -77,6 +81,27 @@ def passes(setting: Setting) -> list[float]:
             max_draft_tokens=setting.config.max_draft_tokens,
         ),
     )
+
+
+def pass_time(setting: Setting, one_s: float) -> PassTime:
+    """What passes over many tokens take, by the quicker of two over a prompt of middling length.
+
+    Args:
+        one_s: seconds of a pass over one token.
+    """
+    prompts = sorted((p.token_ids for prompts in setting.suites.values() for p in prompts), key=len)
+    ids, model = prompts[len(prompts) // 2], setting.target.model
+
+    def seconds() -> float:
+        cache = model.new_cache(1, len(ids))
+        begun = time.perf_counter()
+        logits = model.forward(torch.tensor([ids]), cache, last_only=True).logits
+        assert logits is not None
+        logits.argmax(-1).tolist()  # waits for the device
+        return time.perf_counter() - begun
+
+    whole_s = setting.parts.get("prompt pass", float, lambda: min(seconds(), seconds()))
+    return PassTime(one_s, max(whole_s - one_s, 0.0) / max(len(ids) - 1, 1))
 
 
 def tolerance(setting: Setting, text: list[int]) -> float:

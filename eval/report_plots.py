@@ -17,7 +17,8 @@ def speed_plots(results: Results) -> str:
         series = []
         shown = [p for p in results.predictions if p.suite == suite][:MAX_SERIES]
         for colour, prediction in enumerate(shown):
-            series += _speed_series(prediction, results.speed, colour)
+            offset = 0.12 * (colour - (len(shown) - 1) / 2)  # so that all intervals are seen
+            series += _speed_series(prediction, results.speed, colour, offset)
         axes = Axes(
             "draft length; dashes predicted, dots measured",
             "speedup",
@@ -33,13 +34,15 @@ def _factor(name: str, value: float | None, kind: str, title: str = "") -> Bar:
     return Bar(name, 0.0, value, f"{value:.2f}{TIMES}", kind, title)
 
 
-def _speed_series(prediction: Prediction, speeds: list[SpeedResult], colour: int) -> list[Series]:
+def _speed_series(
+    prediction: Prediction, speeds: list[SpeedResult], colour: int, offset: float
+) -> list[Series]:
     line = [Point(0, 1.0)] + [
         Point(length.num_draft_tokens, length.speedup) for length in prediction.lengths
     ]
     measured = [
         _interval_point(
-            s.num_draft_tokens,
+            s.num_draft_tokens + offset,
             s.decode_speedup,
             f"{s.drafter}, {s.num_draft_tokens} drafted: measured",
         )

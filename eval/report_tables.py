@@ -59,6 +59,7 @@ def speed_table(results: Results) -> Table:
             "drafter",
             "prompts",
             "speedup",
+            "repeats",
             "draft length",
             "tokens a round",
             "ms a token",
@@ -70,7 +71,8 @@ def speed_table(results: Results) -> Table:
         note=(
             "Speedup is plain seconds over speculative seconds a token, prefill included, on the "
             "same prompts at batch size 1, all decoders side by side round by round: medians of "
-            f"{_repeats(results)}; 95 % intervals resample prompts and repeats. Greedy decoding."
+            f"{_repeats(results)}, each of which is listed; 95 % intervals resample prompts and "
+            "repeats. Greedy decoding."
         ),
         text_columns=frozenset({0, 1}),
         main_rows=frozenset(i for i, s in enumerate(results.speed) if s.drafter == main),
@@ -91,6 +93,7 @@ def _speed_row(speed: SpeedResult) -> list[Cell]:
         Cell(speed.drafter),
         Cell(speed.suite),
         Cell("withheld") if withheld else interval(speed.speedup),
+        Cell(", ".join(f"{value:.2f}" for value in speed.repeat_speedups)),
         Cell("auto" if speed.is_auto else str(speed.num_draft_tokens)),
         number(speed.acceptance_length),
         Cell("withheld") if withheld else number(speed.ms_per_token, 1),

@@ -184,7 +184,8 @@ class _Evaluation:
             num_followed=sum(bool(one.hidden_layers) for one in setting.drafters.values()),
             num_temperatures=1 if config.sampling_temperature is None else 2,
         )
-        fitted = fit_prompts(self.pass_s, amounts, config)
+        a_pass = measurements.pass_time(setting, self.pass_s[0])
+        fitted = fit_prompts(a_pass, amounts, config)
         if fitted != amounts:
             message = (
                 f"{fitted.num_prompts} instead of {amounts.num_prompts} prompts a suite, to stay "
@@ -193,7 +194,7 @@ class _Evaluation:
             self.note("fewer_prompts", message)
             for name, kept in setting.suites.items():
                 setting.suites[name] = kept[: fitted.num_prompts]
-        parts = estimate(self.pass_s, fitted, config)
+        parts = estimate(a_pass, fitted, config)
         left = max(config.time_limit_s - total(parts), TIMED_SHARE * config.time_limit_s)
         log.info("evaluation: %s, timing the rest, about %.0f s", describe(parts), left)
         self.results.suites = [

@@ -36,6 +36,8 @@ def test_replacing_the_payback_saves_exactly_the_training_time():
     outlook = plan_of(2, _costs(draft_cost=0.05), training_minutes=10).outlooks[-1]
     saved = outlook.payback_minutes - outlook.payback_minutes / outlook.speedup
     assert saved == pytest.approx(10)
+    # A pass of 20 ms a token and nothing outside it.
+    assert outlook.payback_tokens == pytest.approx(outlook.payback_minutes * 60 / 0.02)
 
 
 def test_a_drafter_as_slow_as_the_target_never_pays_and_the_plan_says_so():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from eval.acceptance import measure_acceptance
-from eval.budget import Amounts, describe, estimate, fit_prompts, total
+from eval.budget import LEAST_PROMPTS, Amounts, PassTime, describe, estimate, fit_prompts, total
 from eval.config import EvaluationConfig
 from eval.costs import measure_costs, rising, run_lengths, trimmed_mean, verify_costs
 from eval.parts import Parts
@@ -292,10 +292,10 @@ def test_fewer_prompts_are_decoded_where_a_pass_is_slow():
         num_suites=2, num_prompts=24, prompt_tokens=80.0, num_drafters=2, num_recorded=2, num_followed=0,
         num_temperatures=2,
     )  # fmt: skip
-    fast, slow = [0.001] * 9, [0.2] * 9
+    fast, slow = PassTime(0.001, 0.0), PassTime(0.2, 0.0)
     assert fit_prompts(fast, amounts, config) == amounts
     fewer = fit_prompts(slow, amounts, config)
-    assert 4 <= fewer.num_prompts < 24
+    assert fewer.num_prompts == LEAST_PROMPTS
     parts = estimate(slow, fewer, config)
     assert "the target's texts" in describe(parts)
     assert total(parts) == pytest.approx(sum(part.seconds for part in parts))
@@ -307,12 +307,30 @@ def test_drafters_that_are_replayed_leave_time_for_more_prompts():
         num_temperatures=2,
     )  # fmt: skip
     decoded = replace(amounts, num_recorded=0)
-    passes = [0.02 + 0.0015 * i for i in range(9)]
-    config = EvaluationConfig()
+    passes, config = PassTime(0.02, 0.0015), EvaluationConfig()
     replayed_prompts = fit_prompts(passes, amounts, config).num_prompts
     assert fit_prompts(passes, decoded, config).num_prompts < replayed_prompts
     followed = replace(amounts, num_followed=2)
     assert total(estimate(passes, followed, config)) > total(estimate(passes, amounts, config))
+
+
+def test_what_is_asked_for_besides_is_in_the_estimate():
+    amounts = Amounts(
+        num_suites=2, num_prompts=12, prompt_tokens=80.0, num_drafters=2, num_recorded=2, num_followed=1,
+        num_temperatures=2,
+    )  # fmt: skip
+    a_pass, plain = PassTime(0.02, 0.001), EvaluationConfig()
+    asked = EvaluationConfig(
+        policies=True, rival_prompts=2, batch_sizes=[1, 4], context_lengths=[128, 1024]
+    )
+    parts = {part.name: part.seconds for part in estimate(a_pass, amounts, asked)}
+    assert set(parts) - {part.name for part in estimate(a_pass, amounts, plain)} == {
+        *("policies", "other programs", "batch sizes", "context lengths"),
+    }
+    longer = replace(asked, context_lengths=[128, 4096])
+    grown = {part.name: part.seconds for part in estimate(a_pass, amounts, longer)}
+    assert grown["context lengths"] > parts["context lengths"]
+    assert fit_prompts(a_pass, amounts, asked).num_prompts < amounts.num_prompts
 
 
 def test_a_disturbed_pass_is_no_reason_for_longer_drafts():

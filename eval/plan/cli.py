@@ -67,20 +67,28 @@ def _print(plans: "Sequence[Plan]", training_minutes: float) -> None:
             highlight=False,
         )
         table = Table(box=None, pad_edge=False)
-        for title in ("acceptance", "draft length", "tokens a round", "speedup", "payback, min"):
+        titles = (
+            "acceptance",
+            "draft length",
+            "tokens a round",
+            "speedup",
+            "payback, min",
+            "tokens",
+        )
+        for title in titles:
             table.add_column(title, justify="right")
         for one in plan.outlooks:
-            payback = "never" if one.payback_minutes is None else f"{one.payback_minutes:.0f}"
             table.add_row(
                 f"{one.acceptance:.2f}",
                 str(one.num_draft_tokens),
                 f"{one.acceptance_length:.2f}",
                 f"{one.speedup:.2f}",
-                payback,
+                "never" if one.payback_minutes is None else f"{one.payback_minutes:.0f}",
+                "never" if one.payback_tokens is None else f"{one.payback_tokens:,.0f}",
             )
         console.print(table)
     console.print(
-        f"\npayback: minutes of plain decoding to replace until the {training_minutes:g} of "
+        f"\npayback: minutes and tokens of plain decoding to replace until the {training_minutes:g} of "
         "training are saved; which acceptance a candidate reaches, only a short training tells",
         highlight=False,
     )

@@ -15,13 +15,18 @@ ACCEPTANCES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 @dataclass(frozen=True)
 class Outlook:
-    """What one acceptance probability would bring: the best draft length and its speedup."""
+    """What one acceptance probability would bring: the best draft length and its speedup.
+
+    payback_minutes, payback_tokens: of plain decoding that have to be replaced until the time of training
+    is saved; None where it never pays.
+    """
 
     acceptance: float
     num_draft_tokens: int
     acceptance_length: float
     speedup: float
-    payback_minutes: float | None  # None where it never pays
+    payback_minutes: float | None
+    payback_tokens: float | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ def _outlook(rate: float, costs: RoundCosts, training_minutes: float) -> Outlook
     expected = {k: constant_acceptance_length(rate, k) for k in lengths}
     speedups = {k: predicted_speedup(expected[k], costs, {k: 1}) for k in lengths}
     best = best_length(speedups)
+    token_s = costs.target_s * (1 + costs.plain_overhead)
     payback = None if best.speedup <= 1 else training_minutes / (1 - 1 / best.speedup)
     return Outlook(
         acceptance=rate,
@@ -75,4 +81,5 @@ def _outlook(rate: float, costs: RoundCosts, training_minutes: float) -> Outlook
         acceptance_length=expected.get(best.num_draft_tokens, 1.0),
         speedup=best.speedup,
         payback_minutes=payback,
+        payback_tokens=None if payback is None else 60 * payback / token_s,
     )
