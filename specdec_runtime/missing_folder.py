@@ -6,7 +6,7 @@ A mistyped folder must not be asked of a hub, which answers minutes later that i
 import difflib
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
+from transformers.utils import cached_file
 
 
 def missing_folder(name: str | Path) -> str | None:
@@ -43,4 +43,7 @@ def _means_a_folder(name: str, path: Path) -> bool:
         return True
     if "/" not in name or not path.parent.is_dir():
         return False
-    return not isinstance(try_to_load_from_cache(name, "config.json"), str)
+    try:
+        return cached_file(name, "config.json", local_files_only=True) is None
+    except OSError:  # nothing of that name, or no name that a hub could have
+        return True

@@ -27,7 +27,7 @@ WANDB_ONLY = {"eval/trackers.py"}
 DEEPSPEED_ONLY = {"train/zero.py"}
 # Scripts that another environment's interpreter runs: they know the engine and nothing of ours.
 DRIVERS = "train/export/drivers/"
-ENGINES = RUNTIME | {"vllm", "xllamacpp", "speculators", "triton"}
+ENGINES = RUNTIME | {"vllm", "xllamacpp", "speculators", "triton", "sglang"}
 
 FILES = [path for package in OURS for path in sorted((ROOT / package).rglob("*.py"))]
 
