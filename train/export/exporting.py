@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from specdec_runtime.formats import whole_folder
 from train.card import license_of, write_card
@@ -44,7 +45,7 @@ def export(
 
     Raises:
         ValueError: the format cannot express the drafter, the drafter is damaged or of another
-            target, or what was written does not pass the check.
+            target, the disk is full, or what was written does not pass the check.
     """
     chosen = format_named(engine)
     source = read_source(drafter, target=target, num_draft_tokens=num_draft_tokens)
@@ -56,7 +57,10 @@ def export(
             f"{drafter} states no licence, which others need to use it: give license=..."
         )
     with whole_folder(to) as draft:
-        chosen.write(source, draft, dtype=dtype)
+        try:
+            chosen.write(source, draft, dtype=dtype)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{to} could not be written: {error}") from None
         if problems := chosen.check(draft, source.target):
             raise ValueError(f"{drafter} makes no right folder for {engine}: {'; '.join(problems)}")
         launch = launch_line(chosen, draft, to, source)
