@@ -125,7 +125,7 @@ def bar_list(title: str, bars: Sequence[Bar], *, reference: float | None = None)
         y = index * row
         if reference is not None:  # beside the bars alone, not through their names
             x = reference * scale
-            ends = f'x1="{x:.1f}" y1="{y + 15}" x2="{x:.1f}" y2="{y + 33}"'
+            ends = f'x1="{x:.1f}" y1="{y + 17}" x2="{x:.1f}" y2="{y + 33}"'
             parts.append(f'<line class="reference" {ends}/>')
         left, width = bar.start * scale, max((bar.end - bar.start) * scale, 1.5)
         tip = f"<title>{escape(bar.title)}</title>" if bar.title else ""

@@ -33,6 +33,8 @@ from eval.suites import spread
 from eval.target_texts import Answer, TargetScores, target_scores
 from eval.text_rounds import TextRound
 
+ENOUGH_TO_AGREE = 5  # prompts; a bootstrap over fewer is too narrow for its word to count
+
 
 @dataclass(frozen=True)
 class CountedTexts:
@@ -163,7 +165,7 @@ def sampled_acceptance(
         replayed=replayed_length,
         decoded=decoded_length,
         agrees=replayed_length.overlaps(decoded_length)
-        if replayed_length and decoded_length
+        if replayed_length and decoded_length and len(chosen) >= ENOUGH_TO_AGREE
         else None,
         lengths=lengths,
     )

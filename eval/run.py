@@ -44,7 +44,7 @@ from eval.results import SCHEMA_VERSION, AcceptanceResult, IdentityCheck, Replay
 from eval.sampled_replay import is_recordable
 from eval.suites import EvalPrompt, as_prompts, fitting, spread, write_prompts
 from eval.target_texts import Answer, TargetStates
-from eval.timing import TimedSuite, time_suites
+from eval.timing import TimedSuite, remarks, time_suites
 from eval.trace import Trace, WeakPrefix
 from specdec_runtime.draft import Drafter
 from specdec_runtime.target import Target
@@ -286,25 +286,26 @@ class _Evaluation:
         """Plain decoding and every drafter at its recommended length; their texts are checked too."""
         setting, config = self.setting, self.setting.config
         decoders = plain_decoders(setting.target, setting.reference, name=self.baseline.name)
+        wanted = {
+            suite: TimedSuite(
+                prompts=prompts[: config.speed_prompts],
+                lengths={name: self.settings_to_time(name, suite) for name in setting.drafters},
+            )
+            for suite, prompts in setting.suites.items()
+        }
         timings = time_suites(
             setting.target,
             setting.drafters,
-            {
-                suite: TimedSuite(
-                    prompts=prompts[: config.speed_prompts],
-                    lengths={name: self.settings_to_time(name, suite) for name in setting.drafters},
-                )
-                for suite, prompts in setting.suites.items()
-            },
+            wanted,
             config=config,
             plain=decoders[self.baseline.name],
             limit_s=self.time_left(),
             parts=setting.parts,
             stage=setting.stage,
         )
+        self.notes += remarks(timings, wanted)
         for suite, timing in timings.items():
             self.results.speed += timing.speeds
-            self.notes += timing.flags
             by_id = {p.id: p for p in setting.suites[suite]}
             for timed in timing.texts:
                 kept = [by_id[i] for i in timed.prompt_ids]

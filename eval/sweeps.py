@@ -8,7 +8,7 @@ context only attention grows, on both sides.
 from collections.abc import Sequence
 from statistics import median
 
-from eval.cost_model import best_length, predicted_speedup
+from eval.cost_model import length_to_use, predicted_speedup
 from eval.costs import measure_costs
 from eval.on_request import SweepPoint
 from eval.results import ReplayedLength
@@ -80,7 +80,9 @@ def context_sweep(
         text: tokens that contexts are made of, repeated as needed.
         lengths: measured acceptance by draft length, taken to hold at every context.
     """
-    points = []
+    points: list[SweepPoint] = []
+    if not any(one.num_rounds for one in lengths):
+        return points
     for size in context_lengths:
         context = [text[i % len(text)] for i in range(size)]
         pass_s = time_passes(target.model, context, max_draft_tokens=max_draft_tokens)
@@ -98,17 +100,17 @@ def context_sweep(
             for one in lengths
             if one.num_rounds and one.acceptance_length.value is not None
         }
-        best = best_length(speedups)
+        length = length_to_use(speedups)  # of a drafter that does not pay: where it loses least
         plain = 1 / (costs.target_s * (1 + costs.plain_overhead))
         points.append(
             SweepPoint(
                 drafter=name,
                 batch_size=1,
                 context_tokens=size,
-                num_draft_tokens=best.num_draft_tokens,
+                num_draft_tokens=length,
                 plain_tokens_per_s=plain,
-                tokens_per_s=plain * best.speedup,
-                speedup=best.speedup,
+                tokens_per_s=plain * speedups[length],
+                speedup=speedups[length],
                 measured=False,
             )
         )

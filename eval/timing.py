@@ -61,11 +61,12 @@ class TimedSuite:
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteTiming:
-    """Speeds (a drafter's recommended draft length first), the timed texts, and remarks."""
+    """Speeds (a drafter's recommended draft length first), the timed texts, and how much the speed of
+    plain decoding varied."""
 
     speeds: list[SpeedResult]
     texts: list[TimedTexts]
-    flags: list[Flag]
+    noise: float
 
 
 def time_suites(
@@ -180,7 +181,7 @@ def _result(
             )
             for drafter, length in suite.pairs
         ],
-        flags=_remarks(name, len(ids), len(suite.prompts), timings[PLAIN]),
+        noise=spread(timings[PLAIN]),
     )
 
 
@@ -188,23 +189,32 @@ def _label(drafter: str, num_draft_tokens: int | str) -> str:
     return f"{drafter} {num_draft_tokens}"
 
 
-def _remarks(suite: str, timed: int, wanted: int, plain: Sequence[Sequence[Timing]]) -> list[Flag]:
+def remarks(timings: Mapping[str, SuiteTiming], wanted: Mapping[str, TimedSuite]) -> list[Flag]:
+    """What a reader has to know of the timing, once for all suites.
+
+    Args:
+        wanted: what was to be timed.
+    """
     flags = []
-    if timed < wanted:
-        message = f"{suite}: {timed} instead of {wanted} prompts were timed, to stay in the limit"
-        flags.append(Flag("note", "fewer_timed_prompts", message))
-    if len(plain) == 1:
+    timed = {name: timing.speeds[0].num_prompts for name, timing in timings.items()}
+    fewer = [name for name, number in timed.items() if number < len(wanted[name].prompts)]
+    if fewer:
         message = (
-            f"{suite}: timed once, so the intervals of speed do not know what the machine does from one "
-            "minute to the next; raise evaluation.time_limit_s"
+            f"{timed[fewer[0]]} prompts of {', '.join(fewer)} were timed, to stay in the limit"
+        )
+        flags.append(Flag("note", "fewer_timed_prompts", message))
+    if all(timing.speeds[0].num_repeats == 1 for timing in timings.values()):
+        message = (
+            "everything was timed once, so the intervals of speed do not know what the machine does from "
+            "one minute to the next; raise evaluation.time_limit_s"
         )
         flags.append(Flag("warning", "one_repeat", message))
-    noise = spread(plain)
-    if noise > NOISY_SPREAD:
+    noisy = {name: timing.noise for name, timing in timings.items() if timing.noise > NOISY_SPREAD}
+    if noisy:
         message = (
-            f"{suite}: the speed of plain decoding varied by {noise:.0%}: other programs were running. "
-            "Speedups compare decoders that ran side by side, so that little of it is in them; tokens "
-            "a second have all of it"
+            f"the speed of plain decoding varied by up to {max(noisy.values()):.0%} ({', '.join(noisy)}): "
+            "other programs were running. Speedups compare decoders that ran side by side, so that "
+            "little of it is in them; tokens a second have all of it"
         )
         flags.append(Flag("note", "noisy_machine", message))
     return flags

@@ -177,14 +177,16 @@ def test_where_replay_and_decoding_differ_everything_is_decoded(target, monkeypa
     assert record.num_decoded == record.num_prompts == 4
 
 
-def test_sampled_acceptance_is_checked_by_decoding_where_that_is_asked_for(target):
+def test_sampled_acceptance_is_checked_by_decoding_where_that_is_asked_for(target, monkeypatch):
     setting = setting_of(target, half_right_draft())
     record, replayed, rounds = sampled_acceptance(setting, "d", "s", 1.0, check=True)
     total = sum(one.share * one.num_accepted for row in rounds for one in row)
     assert total == pytest.approx(record.num_accepted)
     assert record.num_decoded == 0
     assert replayed.num_decoded == 2
-    assert replayed.agrees in (True, False)
+    assert replayed.agrees is None  # the word of two prompts does not count
+    monkeypatch.setattr("eval.measured_acceptance.ENOUGH_TO_AGREE", 2)
+    assert sampled_acceptance(setting, "d", "s", 1.0, check=True).sampled.agrees in (True, False)
     assert [one.num_draft_tokens for one in replayed.lengths] == [1, 2, 3, 4]
     at_three = replayed.lengths[2].acceptance_length
     assert at_three.value == pytest.approx(record.acceptance_length.value)

@@ -23,7 +23,7 @@ from eval.speed import (
     whole,
 )
 from eval.suites import EvalPrompt
-from eval.timing import TimedSuite, time_suites
+from eval.timing import SuiteTiming, TimedSuite, remarks, time_suites
 from specdec_runtime.auto_length import time_passes
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
@@ -188,6 +188,23 @@ def test_timed_texts_are_the_plain_texts(target, tmp_path):
     assert all(texts.token_ids == plain.token_ids for texts in timing["s"].texts)
     # What is kept is read again: an interrupted evaluation continues with the prompts that are left.
     assert timed()["s"].speeds == timing["s"].speeds
+
+
+def test_remarks_are_made_once_for_all_suites():
+    once = compare(timings([[1.0, 1.0]]), timings([[0.8, 0.8]]))
+    wanted = {
+        name: TimedSuite(prompts=[EvalPrompt("", [1])] * number, lengths={"d": [3]})
+        for name, number in {"a": 2, "b": 9, "c": 9}.items()
+    }
+    found = remarks(
+        {name: SuiteTiming(speeds=[once], texts=[], noise=noise) for name, noise in zip("abc", (0.0, 0.2, 0.3), strict=True)},
+        wanted,
+    )  # fmt: skip
+    assert [flag.code for flag in found] == ["fewer_timed_prompts", "one_repeat", "noisy_machine"]
+    assert found[0].message.startswith("2 prompts of b, c were timed")
+    assert "30% (b, c)" in found[2].message
+    twice = replace(once, num_repeats=2)
+    assert remarks({"a": SuiteTiming(speeds=[twice], texts=[], noise=0.0)}, wanted) == []
 
 
 def test_costs_are_positive_and_plain_decoding_costs_one(target):
