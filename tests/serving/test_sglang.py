@@ -1,4 +1,4 @@
-"""SGLang's own model file reads an exported EAGLE-3 folder and drafts what our runtime drafts."""
+"""SGLang's own files read exported folders: its model file drafts what our runtime drafts."""
 
 import json
 
@@ -8,7 +8,13 @@ from safetensors.torch import load_file, save_file
 
 from eval.acceptance import measure_acceptance
 from specdec_runtime.loading import load_drafter, load_target
-from tests.export_folders import LAYER_IDS, write_eagle3, write_target
+from tests.export_folders import (
+    DRAFT_VOCAB_SIZE,
+    LAYER_IDS,
+    write_causal_lm,
+    write_eagle3,
+    write_target,
+)
 from tests.serving.target_states import states_along
 from train.export.engines import call_driver, python_of
 from train.export.exporting import export
@@ -58,3 +64,20 @@ def test_its_model_file_drafts_what_our_runtime_drafts(tmp_path, norms):
     (out / "config.json").write_text(json.dumps(config))
     _, changed = call_driver("vllm", request, script="drive_sglang.py")
     assert changed != theirs
+
+
+def test_its_configuration_class_reads_what_was_exported(tmp_path):
+    folder = write_target(tmp_path / "target")
+    head = export(write_eagle3(tmp_path / "e", folder), tmp_path / "head", engine="sglang")
+    plain = export(write_causal_lm(tmp_path / "c", folder), tmp_path / "plain", engine="sglang")
+    request = {"folders": [str(head.folder), str(plain.folder)]}
+    of_head, of_plain = call_driver("vllm", request, script="drive_sglang_config.py")
+    size = head.source.target.vocab_size
+    for found in (of_head, of_plain):
+        assert (found["vocab_size"], found["head_dim"]) == (size, 64)
+    assert of_head["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert of_head["draft_vocab_size"] == DRAFT_VOCAB_SIZE
+    assert of_head["states_width"] == len(LAYER_IDS) * 128
+    assert of_head["num_hidden_layers"] == 1
+    assert of_plain["architectures"] == ["LlamaForCausalLM"]
+    assert of_plain["num_hidden_layers"] == 4
