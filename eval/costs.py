@@ -169,7 +169,7 @@ def _run(
         SpeculativeDecoder(target, drafter, num_draft_tokens=num_draft_tokens)
         for drafter in drafters.values()
     ]
-    return rounds_in_turns(decoders, prompt, num_rounds=num_rounds)
+    return rounds_in_turns(decoders, [prompt], num_rounds=num_rounds)
 
 
 def _collect(rounds: list[list[Round]], names: Mapping[str, Drafter], into: _Samples) -> None:

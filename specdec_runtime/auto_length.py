@@ -24,7 +24,7 @@ from specdec_runtime.target import Target
 
 MAX_DRAFT_TOKENS = 8
 _CONTEXT_TOKENS = 64  # costs are those behind a context of this length
-_NUM_TURNS = 6  # timed rounds or passes of each draft length; the first warms up
+_NUM_TURNS = 8  # timed rounds of each draft length, in turns; the first warms up
 _NUM_PASSES = 3
 
 _Key = tuple[int, bool, int]  # batch size, whether rows sample, longest draft
@@ -64,10 +64,8 @@ def _measure(
     # Ids from all over the vocabulary: no text, so that no drafter finds anything to copy.
     context = [(7919 * i) % target.real_vocab_size for i in range(1, length + 1)]
     prompts = [context] * batch_size
-    plain, one, longest = (
-        _rounds(target, drafter, prompts, policy, is_sampled=is_sampled)
-        for policy in (FixedLength(0), ConfidenceThreshold(0.0, 1), ConfidenceThreshold(0.0, most))
-    )
+    policies = (FixedLength(0), ConfidenceThreshold(0.0, 1), ConfidenceThreshold(0.0, most))
+    plain, one, longest = _rounds(target, drafter, prompts, policies, is_sampled=is_sampled)
     outside_s = median(entry.other_s for entry in plain)
     plain_s = median(entry.verify_s for entry in plain) + outside_s
     passes = time_passes(
@@ -80,14 +78,15 @@ def _measure(
     return CostAware(
         draft_cost=token_s / plain_s,
         verify_cost=tuple(seconds / plain_s for seconds in verify_s),
-        draft_start=(start_s + _disturbance([*one, *longest], verify_s)) / plain_s,
+        draft_start=(start_s + _disturbance(one, verify_s)) / plain_s,
     )
 
 
 def _disturbance(rounds: Sequence[Round], verify_s: Sequence[float]) -> float:
     """Seconds that verifying takes longer in rounds that draft than in bare passes as wide.
 
-    Drafting pushes out of the caches what the target's pass and the loop would find there.
+    Drafting pushes out of the caches what the target's pass and the loop would find there. `rounds`
+    draft a single token: the cost of so narrow a pass is the surest.
     """
     excess = [
         entry.verify_s + entry.other_s - verify_s[max(entry.drafted)]
@@ -101,25 +100,22 @@ def _rounds(
     target: Target,
     drafter: Drafter,
     prompts: list[list[int]],
-    policy: DraftLength,
+    policies: Sequence[DraftLength],
     *,
     is_sampled: bool,
-) -> list[Round]:
-    """Some rounds of real decoding; the first, in which the drafter reads the prompt, is left out."""
-    from specdec_runtime.decode import SpeculativeDecoder  # it imports this module
+) -> list[list[Round]]:
+    """Rounds of real decoding with each policy; the first, which reads the prompt, is left out."""
+    # They import this module.
+    from specdec_runtime.decode import SpeculativeDecoder
+    from specdec_runtime.round_times import rounds_in_turns
 
-    decoder = SpeculativeDecoder(target, without_learning(drafter), num_draft_tokens=policy)
-    decoding = decoder._begin(
-        prompts,
-        max_new_tokens=1 + _NUM_TURNS * (policy.num_draft_tokens + 1),
-        eos_token_id=(),
-        temperature=1.0 if is_sampled else 0.0,
-        seed=0,
-    )
-    decoding.prefill()
-    while decoding.active and len(decoding.rounds) < _NUM_TURNS:
-        decoding.round()
-    return decoding.rounds[1:]
+    decoders = [
+        SpeculativeDecoder(target, without_learning(drafter), num_draft_tokens=policy)
+        for policy in policies
+    ]
+    temperature = 1.0 if is_sampled else 0.0
+    rounds = rounds_in_turns(decoders, prompts, num_rounds=_NUM_TURNS, temperature=temperature)
+    return [of_one[1:] for of_one in rounds]
 
 
 def _draft_seconds(rounds: Sequence[Round]) -> dict[int, float]:

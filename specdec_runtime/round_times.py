@@ -14,17 +14,28 @@ from specdec_runtime.results import Generation, Round
 
 
 def rounds_in_turns(
-    decoders: Sequence[SpeculativeDecoder], prompt: Sequence[int], *, num_rounds: int
+    decoders: Sequence[SpeculativeDecoder],
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_rounds: int,
+    temperature: float = 0.0,
 ) -> list[list[Round]]:
-    """Up to `num_rounds` rounds of each decoder behind the prompt, greedy, not ended by an end token.
+    """Up to `num_rounds` rounds of each decoder behind the prompts, not ended by an end token.
 
     Fewer where the target's positions end.
     """
+    longest = max(map(len, prompts))
     under_way = []
     for decoder in decoders:
-        room = decoder.target.model.max_positions - len(prompt)
-        most = 2 + num_rounds * (decoder.plan.measured(1, is_sampled=False).most + 1)
-        decoding = decoder._begin([prompt], max_new_tokens=min(most, room), eos_token_id=())
+        room = decoder.target.model.max_positions - longest
+        setting = decoder.plan.measured(len(prompts), is_sampled=temperature > 0)
+        decoding = decoder._begin(
+            prompts,
+            max_new_tokens=min(2 + num_rounds * (setting.most + 1), room),
+            eos_token_id=(),
+            temperature=temperature,
+            seed=0,
+        )
         decoding.prefill()
         under_way.append(decoding)
     for _ in range(num_rounds):
