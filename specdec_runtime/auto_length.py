@@ -1,7 +1,7 @@
 """`num_draft_tokens="auto"`: cost-aware drafting with the costs of this machine, measured by itself.
 
 Before the first call with a drafter a few short rounds and bare passes are timed (about as long as
-80 decoded tokens take); the costs stay in memory for the process, one set per model, drafter,
+100 decoded tokens take); the costs stay in memory for the process, one set per model, drafter,
 batch size and way of sampling. Nothing else is kept from call to call: what a row accepts is
 learned anew in each. Where drafting does not pay, rows stop drafting by themselves.
 
@@ -25,7 +25,7 @@ from specdec_runtime.target import Target
 MAX_DRAFT_TOKENS = 8
 _CONTEXT_TOKENS = 64  # costs are those behind a context of this length
 _NUM_TURNS = 8  # timed rounds of each draft length, in turns; the first warms up
-_NUM_PASSES = 3
+_NUM_PASSES = 5
 
 _Key = tuple[int, bool, int]  # batch size, whether rows sample, longest draft
 _measured: "WeakKeyDictionary[CausalModel, WeakKeyDictionary[Drafter, dict[_Key, CostAware]]]" = (
@@ -78,22 +78,23 @@ def _measure(
     return CostAware(
         draft_cost=token_s / plain_s,
         verify_cost=tuple(seconds / plain_s for seconds in verify_s),
-        draft_start=(start_s + _disturbance(one, verify_s)) / plain_s,
+        draft_start=max(start_s + _disturbance(one, verify_s), 0.0) / plain_s,
     )
 
 
 def _disturbance(rounds: Sequence[Round], verify_s: Sequence[float]) -> float:
-    """Seconds that verifying takes longer in rounds that draft than in bare passes as wide.
+    """Seconds that verifying takes longer in rounds that draft than by the bare passes.
 
-    Drafting pushes out of the caches what the target's pass and the loop would find there. `rounds`
-    draft a single token: the cost of so narrow a pass is the surest.
+    Drafting pushes out of the caches what the target's pass and the loop would find there; and what
+    few bare passes say of their width is uncertain, so that it may be below 0. `rounds` draft a single
+    token: what such a round costs is then what it took.
     """
     excess = [
         entry.verify_s + entry.other_s - verify_s[max(entry.drafted)]
         for entry in rounds
         if any(entry.drafted)
     ]
-    return max(median(excess), 0.0) if excess else 0.0
+    return median(excess) if excess else 0.0
 
 
 def _rounds(

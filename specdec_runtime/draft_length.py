@@ -23,7 +23,7 @@ from typing import Protocol
 
 # Cost-aware drafting forgets old drafts at this rate: about the last 50 count.
 _MEMORY = 0.98
-_PRIOR_TESTS = 1.5  # verified tokens the prior is worth: a useless drafter shows itself in three
+_PRIOR_TESTS = 2.5  # verified tokens the prior is worth: a useless drafter shows itself in five
 # A row that stopped drafting looks again after so many rounds that a look takes this share of
 # their time; after each that brings nothing it waits twice as long as before, but not for ever.
 _LOOKING_SHARE = 0.02
