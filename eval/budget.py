@@ -14,7 +14,7 @@ from eval.sweeps import NUM_REPEATS as BATCH_REPEATS
 
 GUESSED_LENGTH = 1.4  # tokens a round, before anything is known
 GUESSED_DRAFTING = 0.25  # drafting and overhead of a round, as a share of a pass
-TIMED_SHARE = 0.4  # of the time limit that timing may always use
+TIMED_SHARE = 0.3  # of the time limit that timing may always use
 LEAST_PROMPTS = 6  # a suite; fewer would make intervals that say little, however busy the machine
 REFERENCE_SHARE = 0.1  # of the time limit, at most, for decoding with transformers
 SCORING = 1.5  # of a pass over a text: the whole vocabulary at every position, and its sums
