@@ -57,6 +57,24 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup() -> None:
+    same_random_numbers()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    same_random_numbers()
+
+
+def same_random_numbers() -> None:
+    """Every fixture and every test draws the same, whatever ran before it in its process: which
+    tests those are depends on how fast the processes are."""
+    from train.rng import seed_everything
+
+    seed_everything(0)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Each process takes a half of the tests in a row, and from the other's when it is done."""

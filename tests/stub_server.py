@@ -5,7 +5,6 @@ It can be told to fail in the ways that real ones do, request by request.
 
 import json
 import threading
-import time
 from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,16 +13,22 @@ EOS = 2
 MODEL = {"id": "tiny", "root": "/models/tiny", "owned_by": "stub", "created": 17}
 
 
+LONGEST_S = 120.0  # that anything waits here
+
+
 class StubServer(ThreadingHTTPServer):
-    """`plan` names what is wrong with the next requests, "" for nothing; then all is well."""
+    """`plan` names what is wrong with the next requests, "" for nothing; then all is well.
+
+    None is answered before `together` of them have come; one that hangs does to the server's end.
+    """
 
     daemon_threads = True
 
-    def __init__(self, tokenizer, *, given="token_ids", plan=(), delay_s=0.0, models=(MODEL,)):
+    def __init__(self, tokenizer, *, given="token_ids", plan=(), together=1, models=(MODEL,)):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.tokenizer, self.given, self.delay_s, self.models = tokenizer, given, delay_s, models
+        self.tokenizer, self.given, self.together, self.models = tokenizer, given, together, models
         self.plan = list(plan)
-        self.lock = threading.Lock()
+        self.lock, self.ended = threading.Condition(), threading.Event()
         self.requests = []  # bodies, as they came
         self.running = self.most_running = 0
 
@@ -44,6 +49,7 @@ def serving(tokenizer, **settings):
     try:
         yield server
     finally:
+        server.ended.set()
         server.shutdown()
         server.server_close()
 
@@ -72,8 +78,9 @@ class Handler(BaseHTTPRequestHandler):
             trouble = server.plan.pop(0) if server.plan else ""
             server.running += 1
             server.most_running = max(server.most_running, server.running)
+            server.lock.notify_all()
+            server.lock.wait_for(lambda: server.most_running >= server.together, LONGEST_S)
         try:
-            time.sleep(server.delay_s)
             self._respond(trouble, body)
         finally:
             with server.lock:
@@ -83,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         if trouble == "drop":
             self.connection.close()
         elif trouble == "hang":
-            time.sleep(1.0)
+            self.server.ended.wait(LONGEST_S)
         elif trouble == "half":
             self.send_response(200)
             self.send_header("Content-Length", "1000")

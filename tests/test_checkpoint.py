@@ -17,6 +17,7 @@ from tests.toy_training import (
     ToyBatch,
     ToyTerms,
     cross_entropy,
+    exit_codes,
     forked,
     micro_batch,
     run_toy,
@@ -92,9 +93,7 @@ def session(run_dir: Path, case: Case, kill: tuple[str, int] | None) -> None:
 
 
 def in_process(function: Callable[..., None], *arguments: object) -> int | None:
-    process = forked(function, *arguments)
-    process.join(60)
-    return process.exitcode
+    return exit_codes([forked(function, *arguments)])[0]
 
 
 def trace_of(run_dir: Path) -> dict[int, tuple]:

@@ -78,7 +78,7 @@ def test_transformers_checks_cover_all_texts_and_a_few_by_generate(target, plain
         PROMPTS,
         plain,
         num_generated=2,
-        limit_s=60.0,
+        limit_s=1e6,
         on_prompt=lambda count: None,
     )
     assert (forward.num_identical, forward.num_prompts) == (4, 4)

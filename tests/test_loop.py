@@ -4,7 +4,6 @@ import json
 import math
 import os
 import signal
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,9 @@ from tests.toy_training import (
     ToyDrafter,
     ToyTerms,
     cross_entropy,
+    exit_codes,
     forked,
+    free_port,
     micro_batch,
     run_toy,
     toy_parts,
@@ -377,13 +378,10 @@ CASES = (Case(1, 4), Case(2, 2), Case(4, 1), Case(2, 2, sharded=True))
 
 def run_processes(out: Path, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     """(loss of every step, weights and moments of the last checkpoint)."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    workers = [forked(gloo_worker, rank, port, out, case) for rank in range(case.processes)]
-    for worker in workers:
-        worker.join(120)
-    assert [worker.exitcode for worker in workers] == [0] * case.processes
+    with free_port() as port:
+        ranks = range(case.processes)
+        codes = exit_codes([forked(gloo_worker, rank, port, out, case) for rank in ranks])
+    assert codes == [0] * case.processes
     newest, _ = Checkpoints(out.with_suffix(".run"), keep_last=1).newest()
     assert newest is not None
     moments = load_file(newest.folder / OPTIMIZER)

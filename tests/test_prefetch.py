@@ -28,7 +28,7 @@ def test_the_next_one_is_made_by_another_thread_before_it_is_asked_for():
 
     batches = Prefetching(stream, stride=3, device=CPU)
     batches(10)
-    assert ready.wait(10)
+    assert ready.wait(120)
     assert [number for number, _ in made] == [10, 13]
     assert len({thread for _, thread in made} - {threading.current_thread()}) == 1
 

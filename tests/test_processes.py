@@ -1,7 +1,6 @@
 """Many processes: what the main one meets reaches all, and the ready-made configurations are valid."""
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,16 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 
 from tests.test_config import composed
-from tests.toy_training import ToyBatch, ToyTerms, cross_entropy, forked, run_toy, toy_parts
+from tests.toy_training import (
+    ToyBatch,
+    ToyTerms,
+    cross_entropy,
+    exit_codes,
+    forked,
+    free_port,
+    run_toy,
+    toy_parts,
+)
 from train import processes
 from train import run as run_module
 from train.checkpoint import Checkpoints
@@ -57,17 +65,9 @@ def as_rank(rank: int, port: int) -> None:
 
 
 def ran(worker: Callable[..., None], *arguments: object) -> list[int | None]:
-    """Exit codes of two ranks of a worker, which has a minute."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = [forked(worker, rank, port, *arguments) for rank in (0, 1)]
-    for process in started:
-        process.join(60)
-    codes = [process.exitcode for process in started]
-    for process in started:
-        process.kill()
-    return codes
+    """Exit codes of two ranks of a worker."""
+    with free_port() as port:
+        return exit_codes([forked(worker, rank, port, *arguments) for rank in (0, 1)])
 
 
 def crashing(rank: int, port: int, run_dir: Path) -> None:

@@ -449,7 +449,7 @@ def test_page_renders_in_a_browser(folder):
     page.write_text((folder / "report.html").read_text().replace("</body>", over))
     profile = f"--user-data-dir={folder / 'profile'}"
     command = [browser, *flags, profile, "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     assert 'id="peek"' in done.stdout, "the viewer's script did not run"
     shown = done.stdout.split('id="peek"')[1]
     for said in ("the target's correction", "round 2: 1 of 3 kept; draft 7.1 ms, verify 26.4 ms",

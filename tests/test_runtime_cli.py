@@ -4,7 +4,6 @@ import io
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -123,7 +122,6 @@ def test_tokens_are_coloured_on_a_terminal_by_what_became_of_them(monkeypatch):
 
 
 def test_help_does_not_wait_for_torch():
-    start = time.process_time()
     code = "import sys; sys.argv = ['x', '--help']; import runpy\n"
     code += "try: runpy.run_module('specdec_runtime', run_name='__main__')\n"
     code += "except SystemExit: pass\n"
@@ -131,7 +129,6 @@ def test_help_does_not_wait_for_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert done.returncode == 0
     assert b"num-draft-tokens" in done.stdout
-    assert time.process_time() - start < 1.0
 
 
 def test_importing_the_package_imports_no_torch():

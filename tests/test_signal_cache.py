@@ -1,11 +1,7 @@
 """Cached signals: what a live target would say, said to be how large beforehand, and never foreign."""
 
 import dataclasses
-import multiprocessing
-import os
 import shutil
-import signal
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -30,6 +26,7 @@ from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target
 from specdec_runtime.tokenizers import tokenizer_hash
 from tests.conftest import VOCAB_SIZE, tiny_llama
+from tests.killed_jobs import killed
 from tests.tiny_tokenizers import byte_level_tokenizer
 
 HIDDEN = SignalsConfig(form=SignalForm.hidden)
@@ -103,21 +100,9 @@ def test_a_job_that_is_killed_three_times_leaves_the_same_signals(
     undisturbed = contents(write(target, examples, config, tmp_path / "whole"), examples)
     folder = tmp_path / "killed"
 
-    def job():
-        torch.set_num_threads(1)
-        write(target, examples, config, folder)
-
-    kills = 0
-    for wanted in (2, 5, 9):
-        child = multiprocessing.get_context("fork").Process(target=job)
-        child.start()
-        while child.is_alive() and len(shard_paths(folder)) < wanted:
-            time.sleep(0.001)
-        if child.is_alive():
-            os.kill(child.pid, signal.SIGKILL)
-            kills += 1
-        child.join()
-    assert kills == 3
+    for wait in (6, 7, 6):
+        killed(lambda: write(target, examples, config, folder), at=wait)
+    assert 1 < len(shard_paths(folder)) < len(examples)
     (folder / ".signals-00099.safetensors").write_bytes(b"half a file")
     cache = write(target, examples, config, folder)
     assert len(shard_paths(folder)) == len(examples)

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from distill.prefixes import read_prefixes
 from distill.templates import ChatTemplate
 from eval.sampling_check import sampling_checks
+from eval.trackers import Value
 from specdec_runtime.formats import read_manifest
 from specdec_runtime.tiny_target import byte_tokenizer
 from tests.toy_prompts import write_prompts
@@ -95,21 +95,23 @@ def python_m(*arguments: str) -> Ended:
     return call(lambda: runpy.run_module(module, run_name="__main__"), list(arguments))
 
 
-def terminate_while_training(folder: Path, ended: threading.Event) -> None:
-    """Sends SIGTERM to this process once some steps of a run below `folder` are logged."""
-    while not ended.wait(0.02):
-        for log in folder.glob("runs/smoke/*/metrics.jsonl"):
-            if any(record["kind"] == "training" for record in read_metrics(log.parent)):
-                os.kill(os.getpid(), signal.SIGTERM)
-                return
+def terminate_while_training(patch: pytest.MonkeyPatch) -> None:
+    """Has this process get SIGTERM, once, as soon as a step of a run is logged."""
+    write = RunLog.write
+
+    def write_and_terminate(log: RunLog, kind: str, step: int, values: dict[str, Value]) -> None:
+        write(log, kind, step, values)
+        if kind == "training":
+            patch.setattr(RunLog, "write", write)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(RunLog, "write", write_and_terminate)
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
     folder, cache = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("cache")
     write_prompts(folder / "asked.jsonl")
-    ended = threading.Event()
-    watcher = threading.Thread(target=terminate_while_training, args=(folder, ended))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("DRAFTLOOP_CACHE", str(cache))
@@ -120,10 +122,8 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Smoke:
         # Of the processes that the run starts itself.
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("OMP_NUM_THREADS", "1")
-        watcher.start()
+        terminate_while_training(patch)
         stopped = python_m("train", *SMOKE)
-        ended.set()
-        watcher.join()
         command = shlex.split(stopped.err.rsplit("To continue: ", 1)[-1])
         assert command[:3] == ["python", "-m", "train"], stopped.err
         seed_everything(77)  # a process that starts anew does not have the numbers of the first

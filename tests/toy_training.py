@@ -4,7 +4,9 @@ Real training sessions on it (start or resume, train, save) take milliseconds.
 """
 
 import multiprocessing
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -29,6 +31,7 @@ from train.zero import start_zero
 
 VOCAB_SIZE = 11
 BATCHES_PER_EPOCH = 5
+HANGS_AFTER_S = 300.0  # what takes seconds, on a machine that does much else
 # What takes seconds to import (an optimizer imports torch._dynamo).
 PRELOADED = ["accelerate", "torch._dynamo", "torch.distributed.fsdp", "pytest", "train.session"]
 
@@ -43,6 +46,25 @@ def forked(function: Callable[..., None], *arguments: object) -> BaseProcess:
     process = context.Process(target=_on_one_thread, args=(function, *arguments))
     process.start()
     return process
+
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """For a group of processes; held meanwhile, so that the system gives it to nobody else."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # theirs will listen beside it
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def exit_codes(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Once they have ended; None of one that hangs, which is killed."""
+    for process in processes:
+        process.join(HANGS_AFTER_S)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
 
 
 def _on_one_thread(function: Callable[..., None], *arguments: object) -> None:

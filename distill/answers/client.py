@@ -3,10 +3,12 @@
 Threads may share one client; each request has its own connection.
 """
 
+import contextlib
 import http.client
 import json
 import os
 import random
+import socket
 import threading
 import urllib.parse
 from typing import Any
@@ -67,7 +69,9 @@ class ApiClient:
         self._stopped.set()
         for connection in list(self._open):
             if connection.sock is not None:
-                connection.sock.close()
+                with contextlib.suppress(OSError):  # the server was faster
+                    # Closing it would wake nobody up who waits for an answer, for minutes.
+                    connection.sock.shutdown(socket.SHUT_RDWR)
 
     def _repeated(self, method: str, path: str, body: bytes | None) -> Any:
         attempts = self._config.max_retries + 1
@@ -92,6 +96,8 @@ class ApiClient:
         self._open.add(connection)
         try:
             connection.request(method, self._parts.path.rstrip("/") + path, body, self._headers)
+            if self._stopped.is_set():
+                raise _PassingError("stopped")
             response = connection.getresponse()
             text = response.read()
             wait_s = _seconds(response.getheader("Retry-After"))
