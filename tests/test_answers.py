@@ -1,6 +1,8 @@
 """Answers: each prompt once, the same text however the job is run, a signal that is the target's."""
 
 import dataclasses
+import logging
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -275,6 +277,21 @@ def test_a_folder_of_something_else_or_in_use_is_refused(target, prompts, tmp_pa
         pytest.raises(ValueError, match="another process is writing"),
     ):
         write_answers(target, prompts, SETTINGS, tmp_path / "used")
+
+
+def test_a_second_process_waits_where_it_is_told_to(target, prompts, tmp_path, caplog):
+    author = author_of(target, ChatTemplate(target.tokenizer), SETTINGS)
+    caplog.set_level(logging.INFO)
+    arguments = (author, prompts[:2], SETTINGS, tmp_path)
+    second = threading.Thread(target=collect_answers, args=arguments, kwargs={"wait": True})
+    with exclusive(tmp_path / ".lock"):
+        second.start()
+        while second.is_alive() and "waiting for another process" not in caplog.text:
+            second.join(0.01)
+        assert second.is_alive()
+        assert shard_paths(tmp_path) == []
+    second.join()
+    assert len(AnswerSet.read(tmp_path).answers) == 2
 
 
 def test_states_beyond_the_range_of_float16_are_stored_as_bfloat16(undisturbed, tmp_path):

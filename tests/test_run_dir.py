@@ -1,5 +1,6 @@
 """The run folder: made once, never mixed up, and free of secrets."""
 
+import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ def started(runs_dir: Path, *, resume: str | None = None, config: str = CONFIG_Y
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path):
-    folders = [started(tmp_path).path for _ in range(3)]
+    folders = [choose(tmp_path).path for _ in range(3)]  # as jobs of a sweep, side by side
     assert len(set(folders)) == 3
     assert {folder.parent for folder in folders} == {tmp_path / "toy"}
 
@@ -86,6 +87,36 @@ def test_secrets_of_the_environment_are_struck_out(tmp_path: Path, monkeypatch: 
     assert "s3cr3t" not in written
     assert "<redacted>" in written
     assert redacted("nothing here") == "nothing here"
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("api_key: abcdefgh1", "api_key: <redacted>"),
+        ("+answers.server.extra.token=abcdefgh1", "+answers.server.extra.token=<redacted>"),
+        ("'x={password: abcdefgh1, n: 3}'", "'x={password: <redacted>, n: 3}'"),
+        ("Authorization: Bearer abcdefgh1", "Authorization: Bearer <redacted>"),
+        ("api_key_variable: OPENAI_API_KEY", "api_key_variable: OPENAI_API_KEY"),
+        ("max_tokens: 123456789", "max_tokens: 123456789"),
+        ("pad_token_id=123456789", "pad_token_id=123456789"),
+    ],
+)
+def test_a_setting_with_the_name_of_a_secret_is_struck_out(text: str, kept: str):
+    assert redacted(text) == redacted(kept) == kept
+
+
+def test_a_file_that_can_not_be_written_is_named_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "summary.json"
+    write_atomically(path, "before")
+    monkeypatch.setattr("train.run_dir.os.fsync", full)
+    with pytest.raises(OSError, match=r"summary\.json could not be written.*No space left"):
+        write_atomically(path, "behind")
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["before"]
 
 
 def test_no_secret_is_kept_with_an_error(tmp_path: Path):

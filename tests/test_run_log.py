@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from eval.trackers import Tracker, TrackingConfig, check_tracker
+from eval.trackers import Tracker, Trackers, TrackingConfig, check_tracker
 from train.run_log import RunLog, read_metrics
 from train.samples import COLOURS, Sample, as_html
 
@@ -46,6 +46,17 @@ def test_lines_after_the_resumed_step_and_torn_ones_are_dropped(tmp_path: Path):
     log.write("training", 3, {"loss": 30.0})
     log.finish(exit_code=0)
     assert [(r["step"], r["loss"]) for r in read_metrics(tmp_path)] == [(1, 1.0), (2, 2.0), (3, 30)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file of Linux")
+def test_a_full_disk_is_said_once_and_the_tracker_is_told(tmp_path: Path, monkeypatch):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    log, told = make_log(tmp_path), []
+    monkeypatch.setattr(Trackers, "finish", lambda self, **named: told.append(named["exit_code"]))
+    with pytest.raises(OSError, match=r"metrics\.jsonl could not be written.*No space left"):
+        log.write("training", 1, {"loss": 1.0})
+    log.finish(exit_code=1)
+    assert told == [1]
 
 
 SCRIPT = """

@@ -1,5 +1,6 @@
 """Sweeps and repeated runs: every job is told apart, failures are seen, settings start again."""
 
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from train.checkpoint import WEIGHTS, Checkpoints
 from train.cli import main
 from train.cli_errors import check_complete
 from train.config import TrainConfig
+from train.interrupts import Interrupted
 from train.job import Job
 from train.run import RunResult
 from train.run_dir import RunChoice, open_run, read_settings
@@ -52,6 +54,8 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> int
         assert f"seed={config.seed}" in argv  # the command of this job alone
         if config.seed == 1:
             raise ValueError("seed 1 is bad")
+        if config.seed == 7:
+            raise Interrupted(signal.SIGTERM, "stopped by SIGTERM")
         score = 1.0 + config.seed / 10 + config.optim.learning_rate
         return RunResult(score, True, Path(f"runs/smoke/{config.seed}"))
 
@@ -118,6 +122,28 @@ def test_a_sweep_without_failures_ends_with_0_and_one_run_folder_for_all_is_refu
     assert swept(monkeypatch, tmp_path, "seed=0,2") == 0
     assert swept(monkeypatch, tmp_path, "seed=0,2", "run_dir=here") == 2
     assert "every job of a sweep makes its own" in capsys.readouterr().err
+
+
+def test_a_job_that_is_stopped_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert swept(monkeypatch, tmp_path, "seed=0,7,1") == 128 + signal.SIGTERM
+    (table,) = tmp_path.glob("runs/sweeps/*/sweep.md")
+    assert [line.split(" | ")[0] for line in table.read_text().splitlines()[2:]] == [
+        *("| seed=0", "| seed=7")
+    ]
+
+
+def test_ctrl_c_before_a_run_begins_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def stopped() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.cli._run_command_line", stopped)
+    monkeypatch.setattr(sys, "argv", ["train", "+experiment=smoke"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "error: stopped before a run began\n"
 
 
 def test_nothing_that_is_kept_of_a_sweep_holds_a_secret(

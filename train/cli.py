@@ -2,10 +2,12 @@
 
 Exit codes: 0 done; 1 a stage failed; 2 the settings are wrong; 3 done, but the output is not the
 target's; 130 and 143 stopped by Ctrl-C and SIGTERM with everything saved. A sweep ends with the
-highest one of its jobs. HYDRA_FULL_ERROR=1 shows the traceback behind a message.
+highest one of its jobs, and behind a job that was stopped. HYDRA_FULL_ERROR=1 shows the traceback
+behind a message.
 """
 
 import os
+import signal
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -41,6 +43,7 @@ Many processes: accelerate launch -m train +experiment=NAME
 
 
 NOT_EXACT = 3
+STOPPED = 128  # and the number of the signal
 
 
 def main() -> None:
@@ -48,7 +51,12 @@ def main() -> None:
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(help_text(), end="")
         return
-    sys.exit(_run_command_line())
+    try:
+        code = _run_command_line()
+    except KeyboardInterrupt:
+        print("error: stopped before a run began", file=sys.stderr)
+        code = STOPPED + signal.SIGINT
+    sys.exit(code)
 
 
 def help_text() -> str:
@@ -100,6 +108,8 @@ def _run_command_line() -> int:
         jobs.append(SweepJob(list(hydra_settings.overrides.task), outcome))
         if is_sweep:
             sweep_dirs.append(Path(hydra_settings.sweep.dir))
+            if outcome.exit_code > STOPPED:
+                raise KeyboardInterrupt  # whoever stopped this job does not want the next one
         return outcome.score
 
     command = hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(job)
@@ -110,6 +120,9 @@ def _run_command_line() -> int:
             raise
         print(f"error: {explain(error, TrainConfig)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        if not jobs:
+            raise
     if sweep_dirs:
         print_sweep(jobs, sweep_dirs[0])
     return max((one.outcome.exit_code for one in jobs), default=0)
@@ -145,7 +158,7 @@ def _run_job(
     try:
         result = run(config, OmegaConf.to_yaml(settings), argv)
     except Interrupted as stopped:
-        return _failed(128 + stopped.signum, str(stopped))
+        return _failed(STOPPED + stopped.signum, str(stopped))
     except (ValueError, OSError, RuntimeError) as error:
         if show_traceback:
             raise

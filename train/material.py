@@ -164,7 +164,9 @@ def _write_answers(
         folder = answer_folder(fingerprint(author.manifest))
         total = config.max_tokens if config.max_tokens is not None else len(prompts.train)
         with job.progress("answers", total) as progress:
-            written = collect_turns(author, prompts.train, config, folder, progress=progress.update)
+            written = collect_turns(  # another run of a sweep may be writing the same
+                author, prompts.train, config, folder, progress=progress.update, wait=True
+            )
         ids = [answer.id for answer in written.answers]
     write_atomically(note, json.dumps({"folder": str(folder), "ids": ids}, indent=1))
     return folder, ids

@@ -19,6 +19,12 @@ MIN_SECRET_LENGTH = 8  # shorter values would strike out ordinary words
 SECRET_LOOK = re.compile(
     r"\b(?:hf_\w{20,}|wandb_v1_\w{20,}|sk-[\w-]{20,}|ghp_\w{20,})|(?<=://)[^/\s@:]*:[^/\s@]+(?=@)"
 )
+# What is a secret by the name of its setting, as in YAML and on a command line.
+SECRET_SETTING = re.compile(
+    r"(\b[\w.-]*(?:api_?key|token|secret|password|passwd|credentials?|authorization)['\"]?\s*[:=]\s*"
+    r"['\"]?(?:Bearer\s+|Basic\s+)?)(?!<redacted>)[^\s'\",}\]]{8,}",
+    re.IGNORECASE,
+)
 
 
 def provenance(argv: list[str]) -> dict[str, Any]:
@@ -38,12 +44,12 @@ def command_line(argv: list[str]) -> str:
 
 
 def redacted(text: str) -> str:
-    """`text` without what looks like a secret, and without the value of any environment variable that
-    is named like one."""
+    """`text` without what looks like a secret, and without the value of any setting or environment
+    variable that is named like one."""
     for name, value in os.environ.items():
         if SECRET_NAME.search(name) and len(value) >= MIN_SECRET_LENGTH:
             text = text.replace(value, "<redacted>")
-    return SECRET_LOOK.sub("<redacted>", text)
+    return SECRET_SETTING.sub(r"\1<redacted>", SECRET_LOOK.sub("<redacted>", text))
 
 
 def hardware() -> dict[str, Any]:

@@ -83,7 +83,7 @@ def choose_run(*, name: str, runs_dir: Path, run_dir: Path | None, resume: str |
                 f"or continue that run with resume={run_dir}"
             )
         return RunChoice(run_dir, resumed=False)
-    return RunChoice(_free_name(runs_dir / name), resumed=False)
+    return RunChoice(_new_folder(runs_dir / name), resumed=False)
 
 
 def open_run(choice: RunChoice, config_yaml: str, argv: list[str]) -> IO[str]:
@@ -126,21 +126,30 @@ def _startable(config_yaml: str, folder: Path) -> str:
 def write_atomically(path: Path, text: str) -> None:
     """The file holds either its old content or all of `text`."""
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:  # a full disk, which Python reports without a name
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written: {error}") from error
 
 
-def _free_name(parent: Path) -> Path:
-    """`parent/<local time>`, with a number behind it if a run started in the same second."""
+def _new_folder(parent: Path) -> Path:
+    """Makes `parent/<local time>`, with a number behind it if a run started in the same second, in
+    another process of a sweep, say."""
     base = time.strftime("%Y-%m-%d_%H-%M-%S")
     path, number = parent / base, 1
-    while path.exists():
-        number += 1
-        path = parent / f"{base}-{number}"
-    return path
+    while True:
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            path = parent / f"{base}-{number}"
+        else:
+            return path
 
 
 def _lock(path: Path) -> IO[str]:

@@ -4,6 +4,7 @@ Only the main process writes. Every other process holds a silent RunLog, so call
 their rank.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -51,8 +52,11 @@ class RunLog:
             return
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)}
         record |= {name: _json_value(value) for name, value in values.items()}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(f"{self._path} could not be written: {error}") from error
         self._trackers.write(kind, step, values)
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
@@ -82,7 +86,8 @@ class RunLog:
     def finish(self, *, exit_code: int, summary: Mapping[str, Value] | None = None) -> None:
         """Closes the file; marks the tracker's run as finished or failed."""
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk, which `write` has reported
+                self._file.close()
         if self._trackers is not None:
             self._trackers.finish(exit_code=exit_code, summary=summary or {})
         self._file = self._trackers = None

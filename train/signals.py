@@ -61,4 +61,5 @@ def _write(job: Job, target: Target, answers: AnswerSet, folder: Path, texts: st
             answers_fingerprint=texts,
             say=job.say,
             progress=progress.update,
+            wait=True,  # another run of a sweep may be writing the same
         )

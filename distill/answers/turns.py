@@ -31,6 +31,7 @@ def collect_turns(
     folder: Path,
     *,
     progress: Progress | None = None,
+    wait: bool = False,
 ) -> AnswerSet:
     """The answers to the prompts, and to what is asked after them.
 
@@ -39,7 +40,7 @@ def collect_turns(
     Arguments and errors as `collect_answers`.
     """
     numbers = _numbers(prompts)
-    answers = _one_turn(author, prompts, config, folder, numbers, progress)
+    answers = _one_turn(author, prompts, config, folder, numbers, progress, wait)
     if len(numbers) == 1:
         return answers
     ids, current = [answer.id for answer in answers.answers], list(prompts)
@@ -48,7 +49,7 @@ def collect_turns(
         left = _left(config, AnswerSet.read(folder, order=ids).num_tokens)
         if not current or left.max_tokens == 0:
             break
-        answers = _one_turn(author, current, left, folder, numbers[turn:], progress)
+        answers = _one_turn(author, current, left, folder, numbers[turn:], progress, wait)
         ids += [answer.id for answer in answers.answers]
     return AnswerSet.read(folder, order=ids)
 
@@ -60,6 +61,7 @@ def _one_turn(
     folder: Path,
     numbers: list[int],
     progress: Progress | None,
+    wait: bool,
 ) -> AnswerSet:
     share = numbers[0] / sum(numbers)
     tokens, seconds = config.max_tokens, config.max_seconds
@@ -67,7 +69,7 @@ def _one_turn(
         tokens = None if tokens is None else max(1, round(tokens * share))
         seconds = None if seconds is None else seconds * share
     budgeted = replace(config, max_tokens=tokens, max_seconds=seconds)
-    return collect_answers(author, prompts, budgeted, folder, progress=progress)
+    return collect_answers(author, prompts, budgeted, folder, progress=progress, wait=wait)
 
 
 def _numbers(prompts: Sequence[Prompt]) -> list[int]:

@@ -76,6 +76,7 @@ def collect_answers(
     folder: Path,
     *,
     progress: Progress | None = None,
+    wait: bool = False,
 ) -> AnswerSet:
     """Has the author answer the prompts, in their order, as far as the budget goes.
 
@@ -84,13 +85,14 @@ def collect_answers(
 
     Args:
         progress: called a few times a second.
+        wait: for another process that writes the folder; otherwise that is an error.
 
     Raises:
         ValueError: for a folder of other answers, a second process on the same folder, or prompts
             that are all too long.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with exclusive(folder / ".lock", wait=False):
+    with exclusive(folder / ".lock", wait=wait):
         ANSWERS.claim(folder, author.manifest)
         remove_unfinished(folder)
         jobs = _jobs(prompts, author.template, config, author.max_positions)

@@ -48,6 +48,7 @@ def write_signals(
     answers_fingerprint: str,
     say: Callable[[str], None],
     progress: Progress | None = None,
+    wait: bool = False,
 ) -> SignalCache:
     """Writes the signals that a folder lacks for these answers, and opens it.
 
@@ -55,6 +56,7 @@ def write_signals(
         answers_fingerprint: of the folder that the answers are in.
         say: is told size, free disk and time before anything is written.
         progress: called after every pass of the target, in positions.
+        wait: for another process that writes the folder; otherwise that is an error.
 
     Raises:
         ValueError: for a folder of other signals, one that another process writes, a tokenizer that
@@ -64,7 +66,7 @@ def write_signals(
         raise ValueError(f"signals.form={config.form.value} keeps nothing: choose hidden or sparse")
     folder.mkdir(parents=True, exist_ok=True)
     manifest = make_manifest(target, config, answers_fingerprint=answers_fingerprint)
-    with exclusive(folder / ".lock", wait=False):
+    with exclusive(folder / ".lock", wait=wait):
         SIGNALS.claim(folder, manifest)
         remove_unfinished(folder)
         done = {
