@@ -11,6 +11,7 @@ Shapes: N loss positions, D hidden size, n draft vocabulary, P parts of the loss
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from distill.losses import (
 )
 from distill.position_weights import WeightScheme
 from distill.signals import Compared, SignalRows, StateRows, TargetHead
-from distill.weighing import PerPosition, Weigh
+from distill.weighing import PerPosition, Weigh, Weighed
 
 # Of one chunk; a loss with its gradient holds some six tensors of this size at once. Enough positions
 # for products at full rate up to vocabularies of 256k.
@@ -61,7 +62,21 @@ def head_loss(
     *,
     weigh: Weigh | None = None,
 ) -> HeadSums:
-    """The summed loss of N positions, differentiable in `hidden` and, if it is trained, `weight`.
+    """The summed loss of N positions; see `HeadPass`.
+
+    Args:
+        weigh: how much each position counts, from what was found there; None = all alike.
+    """
+    one = HeadPass(hidden, weight, target, rows, labels, config)
+    return one.sums(None if weigh is None else weigh(one.found))
+
+
+class HeadPass:
+    """A head over N positions: what is found there first, then the loss, weighed by it if need be.
+
+    The loss is differentiable in `hidden` and, if it is trained, `weight`. A frozen head makes one
+    pass for both; a trained one, whose gradient is summed over positions while it is computed, makes
+    another where weights have to come first.
 
     Args:
         hidden: [N, D] what the draft model's head reads.
@@ -70,30 +85,57 @@ def head_loss(
         rows: the target's signal at the same positions.
         labels: [N] int64 target ids of the tokens that follow in the text.
         config: which loss; `chunk_tokens` bounds the memory.
-        weigh: how much each position counts, from what was found there; None = all alike.
     """
-    slices = _slices(len(hidden), len(weight), config)
-    # The weights of this loss follow from the whole batch: its two parts are kept apart until then.
-    is_split = config.name is LossName.lk_hybrid and len(slices) > 1
-    run = _ChunkLoss(target, rows, labels, config, is_split=is_split)
-    wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    weighed = None
-    if weigh is not None and weight.requires_grad:
-        # The head's gradient is summed over positions while it is computed: weights come first.
-        with torch.no_grad():
-            _, counts = _GradientInForward.apply(hidden, weight, run, slices, False)
-        weighed = weigh(_per_position(counts))
-        run.row_weights = weighed.weights
-    parts, counts = _GradientInForward.apply(hidden, weight, run, slices, wants_gradient)
-    if weigh is not None and weighed is None:
-        weighed = weigh(_per_position(counts))
-        parts = parts * weighed.weights
-    agreement, accepted, slack, kept_mass, num_compared, _ = counts.sum(1)
-    loss = _combined(parts.sum(1), accepted / num_compared, config)
-    if weighed is not None and weighed.value is not None:
-        loss = loss + (weighed.value - loss).detach()  # this value, with the gradient of the sum
-    known = slack if rows.is_truncated else None
-    return HeadSums(loss, agreement, accepted, known, kept_mass, num_compared)
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        target: TargetHead,
+        rows: SignalRows,
+        labels: Tensor,
+        config: LossConfig,
+    ) -> None:
+        self._hidden, self._weight, self._rows, self._config = hidden, weight, rows, config
+        self._slices = _slices(len(hidden), len(weight), config)
+        # The weights of this loss follow from the whole batch: its two parts are kept apart until then.
+        is_split = config.name is LossName.lk_hybrid and len(self._slices) > 1
+        self._run = _ChunkLoss(target, rows, labels, config, is_split=is_split)
+        self._train_head = torch.is_grad_enabled() and weight.requires_grad
+
+    @cached_property
+    def found(self) -> PerPosition:
+        """What weights are made of."""
+        if not self._train_head:
+            counts = self._passed[1]
+        else:
+            with torch.no_grad():
+                _, counts = self._pass(wants_gradient=False)
+        return PerPosition(agrees=counts[0] > 0, overlap=counts[1], token_probs=counts[5])
+
+    def sums(self, weighed: Weighed | None = None) -> HeadSums:
+        """The loss and the counts; None weighs all positions alike."""
+        if weighed is not None and self._train_head:
+            self._run.row_weights = weighed.weights
+        parts, counts = self._passed
+        if weighed is not None and not self._train_head:
+            parts = parts * weighed.weights
+        agreement, accepted, slack, kept_mass, num_compared, _ = counts.sum(1)
+        loss = _combined(parts.sum(1), accepted / num_compared, self._config)
+        if weighed is not None and weighed.value is not None:
+            loss = loss + (weighed.value - loss).detach()  # this value, with the sum's gradient
+        known = slack if self._rows.is_truncated else None
+        return HeadSums(loss, agreement, accepted, known, kept_mass, num_compared)
+
+    @cached_property
+    def _passed(self) -> tuple[Tensor, Tensor]:
+        trained = self._hidden.requires_grad or self._weight.requires_grad
+        return self._pass(wants_gradient=torch.is_grad_enabled() and trained)
+
+    def _pass(self, *, wants_gradient: bool) -> tuple[Tensor, Tensor]:
+        """(parts [P, N] with gradient, counts [6, N])"""
+        arguments = (self._hidden, self._weight, self._run, self._slices, wants_gradient)
+        return _GradientInForward.apply(*arguments)
 
 
 @torch.no_grad()
@@ -110,10 +152,6 @@ def position_overlaps(
 def _slices(num_positions: int, vocab_size: int, config: LossConfig) -> list[slice]:
     size = max(1, min(config.chunk_tokens, MAX_LOGITS_BYTES // (4 * vocab_size)))
     return [slice(i, i + size) for i in range(0, num_positions, size)]
-
-
-def _per_position(counts: Tensor) -> PerPosition:
-    return PerPosition(agrees=counts[0] > 0, overlap=counts[1], token_probs=counts[5])
 
 
 class _ChunkLoss:

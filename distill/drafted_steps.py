@@ -1,7 +1,8 @@
 """The loss of drafters that draft a fixed number of tokens from every position of a text.
 
 Each of the steps is scored at all loss positions, as the token that a draft reaches there; later
-steps weigh less, since they are reached less often.
+steps weigh less, since they are reached less often: by a fixed decay, or by what the drafts of now
+would be kept for (`loss.weights`, weighing.py).
 
 Shapes: N loss positions, D what the head reads, n draft vocabulary.
 """
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from distill.batches import Batch
-from distill.chunked_head import head_loss
+from distill.chunked_head import HeadPass
 from distill.losses import LossConfig
 from distill.objective import Terms, terms_of
+from distill.position_weights import decayed
 from distill.signals import TargetHead
-from distill.weighing import PerPosition, Weigh, Weighed, weigh_texts
+from distill.weighing import PerPosition, Weighed, weigh_drafts, weighs_blocks
 
 
 def loss_places(batch: Batch, deepest: int) -> tuple[Tensor, Tensor]:
@@ -56,28 +58,29 @@ def drafted_terms(
     Args:
         steps: of each step, [N, D] what the head reads.
         head: [n, D].
-        decay: weight of each step's loss relative to the one before.
+        decay: weight of each step's loss relative to the one before, where `config` has no weights.
         found_at: takes what was found at the positions of each step, if given.
     """
-    weights = [decay**step for step in range(len(steps))]
-    shares = [weight / sum(weights) for weight in weights]
-    found: list[Terms] = []
-    for states in steps:
-        weigh = weigh_texts(config, batch.positions, given=batch.weights)
-        if found_at is not None:
-            weigh = _noting(weigh, found_at)
-        sums = head_loss(states, head, target, batch.rows, batch.labels, config, weigh=weigh)
-        found.append(terms_of(sums, batch.num_tokens))
+    passes = [HeadPass(states, head, target, batch.rows, batch.labels, config) for states in steps]
+    if found_at is not None:
+        found_at += [one.found for one in passes]
+    weighed = _weighed(passes, batch, config, decay)
+    found = [
+        terms_of(one.sums(weights), batch.num_tokens)
+        for one, weights in zip(passes, weighed, strict=True)
+    ]
     counts = dict(found[0].counts)
     for step, part in enumerate(found[1:], start=2):
         counts[f"overlap_step_{step}"] = part.counts["overlap"]
-    losses = [share * part.loss_sum for share, part in zip(shares, found, strict=True)]
-    return Terms(torch.stack(losses).sum(), batch.num_tokens, counts)
+    loss = torch.stack([part.loss_sum for part in found]).sum()
+    return Terms(loss, batch.num_tokens, counts)
 
 
-def _noting(weigh: Weigh | None, found_at: list[PerPosition]) -> Weigh:
-    def noted(found: PerPosition) -> Weighed:
-        found_at.append(found)
-        return Weighed(torch.ones_like(found.overlap)) if weigh is None else weigh(found)
-
-    return noted
+def _weighed(
+    passes: Sequence[HeadPass], batch: Batch, config: LossConfig, decay: float
+) -> list[Weighed]:
+    """How much each position of each step counts; a mean of 1 over positions, 1 in sum over steps."""
+    if not weighs_blocks(config):
+        of_step = decayed(len(passes), decay, batch.positions.device)
+        return [Weighed(share.expand(batch.num_tokens)) for share in of_step / of_step.sum()]
+    return weigh_drafts(config, batch.positions, [one.found for one in passes])

@@ -4,13 +4,13 @@ A round keeps the drafted tokens up to the first that the target refuses, so wha
 depends on those before it. The weights say so; they have no gradient of their own and are scaled to
 a mean of one, so that a learning rate means the same with and without them.
 
-For a drafter that drafts in blocks (one row a round) the functions take its blocks directly. For a
-causal LM every token of a text is the first position of one block, the second of another and so on:
-`BlocksOfText` lays a block at every token and folds the weights back onto the text.
+Every token of a text is the first position of one block, the second of another and so on:
+`BlocksOfText` lays a block at every token and puts the weights back onto the text.
 
 Shapes: M blocks, K positions of a block, N loss positions of a batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -31,8 +31,10 @@ class WeightScheme(Enum):
 class WeightsConfig:
     """loss.weights.*
 
-    scheme: uniform counts every position alike.
-    block_tokens: K, positions of a block; as many as are drafted when the drafter is used.
+    scheme: uniform counts every position alike (of eagle3 and parallel: with draft.step_decay, which
+        any other scheme takes the place of).
+    block_tokens: K, positions of a block; as many as are drafted when the drafter is used. Of eagle3
+        and parallel a block has draft.steps positions instead.
     decay: of a position's weight towards the next (decay, first_rejection).
     smoothing: d_pace: 0 trusts the draft's probabilities, 1 makes the weights those of a line.
     """
@@ -157,6 +159,15 @@ class BlocksOfText:
     def of(self, values: Tensor) -> Tensor:
         """[N] -> [N, K]."""
         return values[self.index]
+
+    def of_steps(self, values: Sequence[Tensor]) -> Tensor:
+        """K times [N], of each step -> [N, K]: position k of a block from step k."""
+        return torch.stack([one[at] for one, at in zip(values, self.index.T, strict=True)], dim=1)
+
+    def by_step(self, weights: Tensor) -> Tensor:
+        """[N, K] -> [K, N], the inverse; 0 where no block has that step of a position."""
+        counted = torch.where(self.valid, weights, 0.0).T
+        return torch.zeros_like(counted).scatter_add(1, self.index.T, counted)
 
     def folded(self, weights: Tensor) -> Tensor:
         """[N, K] -> [N]: what a position weighs in all blocks that it is part of."""

@@ -1,13 +1,15 @@
 """Which positions of a batch of texts count how much, from what was found at each of them.
 
-What `position_weights.py` says about a block of drafted positions is laid on texts here: a causal LM
-may start a round at any token, so every token begins a block. The weights come from the same pass as
-the loss (`chunked_head.py`) and have no gradient of their own.
+What `position_weights.py` says about a block of drafted positions is laid on texts here: a round may
+begin at any token, so every token begins a block. Of a causal LM a position is one prediction, in
+whichever blocks it lies (`weigh_texts`); a head that is scored for each step of a draft has another
+one at each place of a block (`weigh_drafts`). The weights come from the same pass as the loss
+(`chunked_head.py`) and have no gradient of their own.
 
-Shapes: N loss positions of a batch, K positions of a block.
+Shapes: N loss positions of a batch, K positions of a block: for `weigh_drafts` the steps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -81,6 +83,49 @@ def _weights(
     if reference_overlap is not None:
         weights = weights * learnable(reference_overlap, found.overlap, config.selection.share)
     return mean_one(weights)
+
+
+def weighs_blocks(config: LossConfig) -> bool:
+    """Whether the loss asks for weights that follow from what a whole draft would be kept for."""
+    uniform = config.weights.scheme is WeightScheme.uniform
+    return config.name is LossName.expected_length or not uniform
+
+
+def weigh_drafts(
+    config: LossConfig, positions: Tensor, found: Sequence[PerPosition]
+) -> list[Weighed]:
+    """What the loss asks for, for each step of drafts of len(found) tokens from every position.
+
+    The draft whose first token is that of loss position i is scored at step k on position i + k. In
+    decoding, drafts begin behind the prompt: what was scored of those that begin within it counts
+    nothing here.
+
+    Args:
+        positions: [N] of the batch, see `BlocksOfText`.
+        found: of each step.
+    """
+    blocks = BlocksOfText(positions, len(found))
+    if config.name is LossName.expected_length:
+        overlaps = torch.stack([one.overlap for one in found])
+        return _expected_length_of_drafts(overlaps, blocks)
+    weights = position_weights(
+        config.weights,
+        agrees=blocks.of_steps([one.agrees for one in found]),
+        token_probs=blocks.of_steps([one.token_probs for one in found]),
+        valid=blocks.valid,
+    )
+    return [Weighed(one) for one in mean_one(blocks.by_step(weights)) / len(found)]
+
+
+def _expected_length_of_drafts(overlaps: Tensor, blocks: BlocksOfText) -> list[Weighed]:
+    """As `_expected_length`, [K, N] overlaps: step k of a draft has the overlap found at that step."""
+    with torch.enable_grad():
+        overlap = overlaps.detach().requires_grad_()
+        share = expected_accepted_share(blocks.of_steps(list(overlap)), blocks.valid)
+        value = (1 - share).sum()
+        (gradient,) = torch.autograd.grad(value, overlap)
+    rest = [Weighed(-of_step, value.new_zeros(())) for of_step in gradient[1:]]
+    return [Weighed(-gradient[0], value.detach()), *rest]
 
 
 def learnable(reference_overlap: Tensor, overlap: Tensor, share: float) -> Tensor:

@@ -15,7 +15,6 @@ Sources: Li et al. 2025 (EAGLE-3), arXiv:2503.01840; attention drift: arXiv:2605
 Shapes: B rows, S entries, A layers of the target, D hidden size, n draft vocabulary, V vocabulary.
 """
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,12 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from specdec_runtime.drafter_files import read
-from specdec_runtime.network_folder import fill_network, save_network
+from specdec_runtime.network_folder import (
+    fill_network,
+    one_layer,
+    require_layers,
+    save_network,
+)
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NORMS = ("eagle3", "eagle3.1")
@@ -58,42 +62,22 @@ def eagle3_config(
     Raises:
         ValueError: for layers that the target does not have, or other norms.
     """
-    wrong = [k for k in layer_ids if not 0 <= k < target.num_hidden_layers]
-    if wrong or list(layer_ids) != sorted(set(layer_ids)) or not layer_ids:
-        raise ValueError(
-            f"the drafter reads layers {list(layer_ids)} of the target: expected ascending numbers "
-            f"from 0 to {target.num_hidden_layers - 1}"
-        )
+    require_layers(target, layer_ids, first=0)
     if norms not in NORMS:
         raise ValueError(f"norms is {norms!r}, expected one of {', '.join(NORMS)}")
+    is_newer = norms == "eagle3.1"
     own: dict[str, Any] = {
         "draft_vocab_size": draft_vocab_size,
-        "target_hidden_size": target.hidden_size,
         "num_aux_hidden_states": len(layer_ids),
         "eagle_aux_hidden_state_layer_ids": list(layer_ids),
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": norms == "eagle3.1",
-        "norm_output": norms == "eagle3.1",
+        **dict.fromkeys(NOT_COMPUTED, False),
+        "fc_norm": is_newer,
+        "norm_output": is_newer,
     }
-    return LlamaConfig(
-        architectures=[ARCHITECTURE],
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
-        rope_parameters=copy.deepcopy(target.rope_parameters),
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-        tie_word_embeddings=False,
-        dtype=torch.float32,
-        **own,
+    layer = one_layer(
+        target, num_heads=num_heads, head_dim=head_dim, intermediate_size=intermediate_size
     )
+    return LlamaConfig(architectures=[ARCHITECTURE], **layer, **own)
 
 
 class Eagle3Layer(nn.Module):

@@ -1,19 +1,55 @@
-"""Drafter networks of our own in a folder: config.json, and model.safetensors under other names.
+"""Drafter networks of our own: one layer of the target's form, and their folders.
 
-The names are those of the serving engines; inside, a network is a transformers module whose decoder
-is `model`.
+A folder holds config.json, and model.safetensors under the serving engines' names; inside, a network
+is a transformers module whose decoder is `model`.
 """
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 WEIGHTS_NAME = "model.safetensors"
 
 Prefixes = Mapping[str, str]  # of our names -> of the folder's; the first that fits counts
+
+
+def one_layer(
+    target: PretrainedConfig, *, num_heads: int, head_dim: int, intermediate_size: int
+) -> dict[str, Any]:
+    """What the configuration of a one-layer network has of its target's, and of its own layer."""
+    return {
+        "vocab_size": target.vocab_size,
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rms_norm_eps": getattr(target, "rms_norm_eps", 1e-6),
+        "rope_parameters": copy.deepcopy(target.rope_parameters),
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": target.eos_token_id,
+        "tie_word_embeddings": False,
+        "dtype": torch.float32,
+    }
+
+
+def require_layers(target: PretrainedConfig, layer_ids: Sequence[int], *, first: int) -> None:
+    """Raise a ValueError unless these are residuals of the target, ascending, `first` the lowest."""
+    wrong = [k for k in layer_ids if not first <= k < target.num_hidden_layers]
+    if wrong or list(layer_ids) != sorted(set(layer_ids)) or not layer_ids:
+        raise ValueError(
+            f"the drafter reads layers {list(layer_ids)} of the target: expected ascending numbers "
+            f"from {first} to {target.num_hidden_layers - 1}"
+        )
 
 
 def save_network(network: PreTrainedModel, folder: str | Path, prefixes: Prefixes) -> None:

@@ -22,7 +22,6 @@ and a row does not depend on how many rows follow.
 Shapes: A layers of the target, D hidden size, n draft vocabulary, V vocabulary, R rank.
 """
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,12 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from specdec_runtime.drafter_files import LAYER_IDS, read
-from specdec_runtime.network_folder import fill_network, save_network
+from specdec_runtime.network_folder import (
+    fill_network,
+    one_layer,
+    require_layers,
+    save_network,
+)
 from specdec_runtime.parallel_files import ARCHITECTURE, COMPUTED
 
 # Our name -> the folder's, as prefixes.
@@ -66,15 +70,9 @@ def parallel_config(
     Raises:
         ValueError: for layers that the target does not have.
     """
-    wrong = [k for k in layer_ids if not 1 <= k < target.num_hidden_layers]
-    if wrong or list(layer_ids) != sorted(set(layer_ids)) or not layer_ids:
-        raise ValueError(
-            f"the drafter reads layers {list(layer_ids)} of the target: expected ascending numbers "
-            f"from 1 to {target.num_hidden_layers - 1}"
-        )
+    require_layers(target, layer_ids, first=1)
     own: dict[str, Any] = {
         "draft_vocab_size": draft_vocab_size,
-        "target_hidden_size": target.hidden_size,
         LAYER_IDS: list(layer_ids),
         "target_layer_ids": [k - 1 for k in layer_ids],  # vLLM names the layer whose output it is
         "block_size": block_size,
@@ -82,24 +80,10 @@ def parallel_config(
         "enable_confidence_head": True,
         **{key: value for key, value in COMPUTED.items() if key != "num_hidden_layers"},
     }
-    return Qwen3Config(
-        architectures=[ARCHITECTURE],
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        head_dim=head_dim,
-        max_position_embeddings=target.max_position_embeddings,
-        rms_norm_eps=getattr(target, "rms_norm_eps", 1e-6),
-        rope_parameters=copy.deepcopy(target.rope_parameters),
-        bos_token_id=target.bos_token_id,
-        eos_token_id=target.eos_token_id,
-        tie_word_embeddings=False,
-        dtype=torch.float32,
-        **own,
+    layer = one_layer(
+        target, num_heads=num_heads, head_dim=head_dim, intermediate_size=intermediate_size
     )
+    return Qwen3Config(architectures=[ARCHITECTURE], **layer, **own)
 
 
 class ParallelNetwork(Qwen3PreTrainedModel):

@@ -11,9 +11,10 @@ from distill.draft_vocab import DraftVocab, full_vocab
 from distill.eagle3_unroll import Window, step_mask, unrolled
 from distill.features import FeatureFolder, record_features
 from distill.losses import LossConfig, LossName
-from distill.objectives.eagle3 import Eagle3Recipe, Eagle3Settings, default_layer_ids, make
+from distill.objectives.eagle3 import Eagle3Recipe, Eagle3Settings, make
 from distill.recipe import TargetParts
 from distill.signals import TargetHead, live_rows
+from distill.state_recipe import default_layer_ids
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.engines import Engine
 from specdec_runtime.hf_model import HFModel

@@ -5,9 +5,11 @@ import itertools
 import pytest
 import torch
 
+from distill.batches import Batch
 from distill.chunked_head import head_loss, position_overlaps
 from distill.comparison import Comparison
 from distill.draft_vocab import DraftVocab
+from distill.drafted_steps import drafted_terms
 from distill.losses import LOSSES, LossConfig, LossName, SelectionConfig, overlap
 from distill.position_weights import BlocksOfText, WeightScheme, WeightsConfig, mean_one
 from distill.signals import TargetHead, TargetRows
@@ -100,6 +102,84 @@ def test_chunked_and_weighted_equals_written_out(config, trained_head):
     torch.testing.assert_close(values[0], values[1], rtol=1e-5, atol=1e-5)
     for ours, theirs in zip(*grads, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+DRAFTED = 3  # steps
+STEP_CONFIGS = [
+    LossConfig(name=name, chunk_tokens=7, weights=WeightsConfig(scheme=scheme, decay=0.8))
+    for name, scheme in [
+        (LossName.lk_hybrid, WeightScheme.uniform),
+        (LossName.lk_hybrid, WeightScheme.decay),
+        (LossName.lk_hybrid, WeightScheme.first_rejection),
+        (LossName.forward_kl, WeightScheme.d_pace),
+        (LossName.expected_length, WeightScheme.uniform),
+    ]
+]
+
+
+def drafts_written_out(steps, head, case, config):
+    """The loss of drafts of three tokens, by loops over the drafts that begin behind a prompt."""
+    _, target, rows, labels = case
+    log_probs = (rows.hidden @ target._full.T).log_softmax(-1)[:, VOCAB.token_ids]
+    token, wanted = VOCAB.to_draft(labels), VOCAB.to_draft(rows.argmax)
+    logits = [states @ head.T for states in steps]
+    alphas = [overlap(one, log_probs) for one in logits]
+    losses = [LOSSES[config.name](Comparison(one, log_probs), token, config) for one in logits]
+    if config.weights.scheme is WeightScheme.uniform and config.name is LossName.lk_hybrid:
+        shares = torch.tensor([0.5**k for k in range(DRAFTED)])  # of the decay that is given
+        return sum(w * one.sum() for w, one in zip(shares / shares.sum(), losses, strict=True))
+    value, weights = 0.0, torch.zeros(DRAFTED, len(POSITIONS))
+    for i in range(len(POSITIONS)):
+        draft = [
+            (k, i + k)
+            for k in range(DRAFTED)
+            if i + k < len(POSITIONS) and POSITIONS[i + k] - POSITIONS[i] == k
+        ]
+        reached = list(itertools.accumulate((alphas[k][j] for k, j in draft), lambda a, b: a * b))
+        value += 1 - sum(reached) / len(draft)
+        agrees = [bool(logits[k][j].argmax() == wanted[j]) for k, j in draft]
+        refused = next((k for k, right in enumerate(agrees) if not right), len(draft))
+        probs = [
+            0.1 + 0.9 * float(logits[k][j].detach().softmax(-1)[token[j]]) * (token[j] >= 0)
+            for k, j in draft
+        ]
+        kept = list(itertools.accumulate(probs, lambda a, b: a * b))
+        for k, j in draft:
+            weights[k, j] = {
+                WeightScheme.decay: 0.8**k,
+                WeightScheme.first_rejection: 0.8 ** max(0, k - refused),
+                WeightScheme.d_pace: float(sum(kept[k:])),
+                WeightScheme.uniform: 0.0,
+            }[config.weights.scheme]
+    if config.name is LossName.expected_length:
+        return value
+    weights *= len(POSITIONS) / weights.sum()
+    return sum((weights[k] * losses[k]).sum() for k in range(DRAFTED))
+
+
+@pytest.mark.parametrize("trained_head", [False, True], ids=["frozen head", "trained head"])
+@pytest.mark.parametrize(
+    "config", STEP_CONFIGS, ids=lambda c: f"{c.name.value} {c.weights.scheme.value}"
+)
+def test_drafts_weighted_by_what_they_would_be_kept_for_equal_loops_over_them(config, trained_head):
+    case = draft, target, rows, labels = head_case()
+    batch = Batch([], torch.zeros(1, 41), POSITIONS, labels, [], rows)
+    noise = torch.Generator().manual_seed(1)
+    steps = [draft + k * torch.randn(draft.shape, generator=noise) for k in range(DRAFTED)]
+    values, grads = [], []
+    for ours in (True, False):
+        states = [one.clone().requires_grad_() for one in steps]
+        head = target.kept_weight.clone().requires_grad_(trained_head)
+        if ours:
+            loss = drafted_terms(states, head, target, batch, config, decay=0.5).loss_sum
+        else:
+            loss = drafts_written_out(states, head, case, config)
+        (loss / len(draft)).backward()
+        values.append(loss.detach())
+        grads.append([one.grad for one in states] + ([head.grad] if trained_head else []))
+    torch.testing.assert_close(values[0], values[1], rtol=1e-5, atol=1e-5)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_uniform_positions_need_no_weights():

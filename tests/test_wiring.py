@@ -8,7 +8,7 @@ from distill.batches import BatchStream, Example
 from distill.draft_vocab import full_vocab
 from distill.live_signals import with_live_states
 from distill.losses import LossConfig, LossName
-from distill.objectives import causal_lm, early_exit
+from distill.objectives import causal_lm, eagle3, early_exit, parallel
 from distill.recipe import Recipe, TargetParts
 from distill.signals import NoSignal, TargetHead
 from specdec_runtime.decode import SpeculativeDecoder
@@ -20,6 +20,11 @@ from train.wiring import FirstTokens, check_wiring, decode_texts, require_agreem
 CPU = torch.device("cpu")
 PROMPTS = [[1, n, 5 + n] for n in range(3, 43)]
 KINDS = ["causal_lm", "early_exit"]
+ALL_KINDS = [
+    *KINDS,
+    "eagle3",
+    "parallel",
+]  # by heart: test_eagle3_objective, test_parallel_objective
 MEASURED = LossConfig(name=LossName.forward_kl, temperature=1.0)
 
 
@@ -39,6 +44,10 @@ def recipe_of(kind: str, target: Target, module: PreTrainedModel) -> Recipe:
     torch.manual_seed(0)
     if kind == "early_exit":
         return early_exit.make(early_exit.EarlyExitSettings(exit_layer=1, mlp_size=128), parts)
+    if kind == "eagle3":
+        return eagle3.make(eagle3.Eagle3Settings(layer_ids=[1, 2], solve_start=False), parts)
+    if kind == "parallel":
+        return parallel.make(parallel.ParallelSettings(layer_ids=[1, 2], steps=2), parts)
     return causal_lm.make(causal_lm.CausalLMSettings(layers=[0]), parts)
 
 
@@ -52,10 +61,11 @@ def checked(target: Target, recipe: Recipe, drafter, module=None) -> list[FirstT
         num_draft_tokens=3,
         max_new_tokens=16,
         device=CPU,
+        feature_layers=recipe.feature_layers,
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_training_and_runtime_agree_about_a_drafter_before_training(kind, target, module):
     recipe = recipe_of(kind, target, module)
     found = checked(target, recipe, recipe.drafter(engine=Engine.auto))
@@ -64,12 +74,14 @@ def test_training_and_runtime_agree_about_a_drafter_before_training(kind, target
     assert found[0].decoded == pytest.approx(found[0].teacher_forced, abs=0.005)
 
 
-def test_a_drafter_that_decodes_with_other_weights_ends_the_run(target, module):
-    recipe = recipe_of("causal_lm", target, module)
-    drafter = recipe.drafter(engine=Engine.auto)
-    other = recipe_of("causal_lm", target, tiny_llama(5, num_layers=3)).module
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_head_that_decodes_with_other_weights_ends_the_run(kind, target, module):
+    recipe = recipe_of(kind, target, module)
+    broken = recipe.snapshot()
+    for weight in (p for p in broken.module.parameters() if p.requires_grad and p.dim() > 1):
+        weight.data = weight.data.flip(0) + 0.3
     with pytest.raises(ValueError, match="training and runtime disagree about the first drafted"):
-        checked(target, recipe, drafter, module=other)
+        checked(target, recipe, broken.drafter(engine=Engine.auto))
 
 
 @pytest.mark.parametrize("kind", KINDS)

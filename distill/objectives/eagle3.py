@@ -10,7 +10,6 @@ Shapes: B rows, S tokens, N loss positions, D hidden size, n draft vocabulary.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from distill.batches import Batch, Example
@@ -19,81 +18,50 @@ from distill.eagle3_start import solve_start
 from distill.eagle3_unroll import Window, unrolled
 from distill.losses import LossConfig
 from distill.objective import Objective, Terms
-from distill.recipe import DraftSettings, TargetParts
+from distill.recipe import TargetParts
 from distill.signals import TargetHead
-from distill.state_recipe import StateRecipe
+from distill.state_recipe import StateRecipe, StateSettings, head_dim_of, take_target_ends
 from specdec_runtime.drafters.eagle3 import Eagle3Drafter
-from specdec_runtime.eagle3_network import NORMS, Eagle3Network, eagle3_config
+from specdec_runtime.eagle3_network import NORMS, Eagle3Network, eagle3_config, load_eagle3
 from specdec_runtime.engines import Engine
 
 
 @dataclass(kw_only=True)
-class Eagle3Settings(DraftSettings):
-    """draft.* of an EAGLE-3 head.
+class Eagle3Settings(StateSettings):
+    """draft.* of an EAGLE-3 head, beside `StateSettings`.
 
-    layer_ids: k of the target's residuals after k layers that the drafter reads; null = the serving
-        engines' default, a low, a middle and a high one.
-    context_heads: how many of the attention heads are left free of the solved linear map.
-    intermediate_size: of its MLP; null = the target's.
     norms: eagle3.1, or eagle3 without the norms in front of `fc` and on what is handed on (see
         specdec_runtime/eagle3_network.py): some dimensions of the target's states are hundreds of
         times larger than others, which a common learning rate does not suit.
-    steps: drafted tokens that a training step unrolls.
-    step_decay: weight of each step's loss relative to the one before.
     train_head: train the rows of the head too.
-    solve_start: start from the solved linear model instead of random numbers.
     """
 
     kind: str = "eagle3"
-    layer_ids: list[int] | None = None
-    context_heads: int = 2
-    intermediate_size: int | None = None
     norms: str = "eagle3.1"
-    steps: int = 2
-    step_decay: float = 0.8
     train_head: bool = False
-    solve_start: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.norms not in NORMS:
             raise ValueError(f"draft.norms is {self.norms!r}, expected one of {', '.join(NORMS)}")
-        for name, least in (("steps", 1), ("context_heads", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"draft.{name} must be at least {least}, got {getattr(self, name)}"
-                )
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(f"draft.step_decay must be in (0, 1], got {self.step_decay}")
-
-    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        return tuple(self.layer_ids or default_layer_ids(num_layers))
 
 
 SETTINGS = Eagle3Settings
 
 
-def default_layer_ids(num_layers: int) -> list[int]:
-    """2, n // 2, n - 3 as the serving engines have it; for a shallow target what there is of it."""
-    return sorted({min(2, num_layers - 1), num_layers // 2, max(num_layers - 3, 0)})
-
-
 def make(settings: Eagle3Settings, parts: TargetParts) -> "Eagle3Recipe":
     """A drafter for this target; its embeddings and the rows of its head are the target's."""
     target = parts.module.config
-    head_dim = getattr(target, "head_dim", None) or (
-        target.hidden_size // target.num_attention_heads
-    )
+    head_dim = head_dim_of(target)
     num_heads = max(1, target.hidden_size // head_dim)
     if settings.context_heads >= num_heads:
         raise ValueError(
             f"draft.context_heads is {settings.context_heads}, expected fewer than the drafter's "
             f"{num_heads} heads"
         )
-    layer_ids = settings.feature_layers(target.num_hidden_layers)
     config = eagle3_config(
         target,
-        layer_ids=layer_ids,
+        layer_ids=settings.feature_layers(target.num_hidden_layers),
         draft_vocab_size=len(parts.vocab),
         num_heads=num_heads,
         head_dim=head_dim,
@@ -101,11 +69,7 @@ def make(settings: Eagle3Settings, parts: TargetParts) -> "Eagle3Recipe":
         norms=settings.norms,
     )
     network = Eagle3Network(config).float()
-    with torch.no_grad():
-        embeddings = parts.module.get_input_embeddings().weight
-        network.model.embed_tokens.weight.copy_(embeddings)
-        network.lm_head.weight.copy_(parts.head.kept_weight)
-    network.model.embed_tokens.requires_grad_(False)
+    take_target_ends(network, parts)
     network.lm_head.requires_grad_(settings.train_head)
     return Eagle3Recipe(settings, parts, network)
 
@@ -116,6 +80,9 @@ class Eagle3Recipe(StateRecipe):
     def _solve(self, examples: Sequence[Example]) -> None:
         carrying = self.module.config.num_attention_heads - self._settings.context_heads
         solve_start(self.module, examples, carrying)
+
+    def _load(self, folder: str) -> Eagle3Network:
+        return load_eagle3(folder)
 
     def _objective(self, target_head: TargetHead, loss: LossConfig) -> Objective:
         return objective(self._settings, target_head, loss)

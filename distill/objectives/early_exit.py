@@ -26,7 +26,8 @@ from distill.recipe import DraftSettings, TargetParts
 from distill.weighing import weigh_texts
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
 from specdec_runtime.engines import Engine
-from specdec_runtime.exit_adapter import ExitAdapter
+from specdec_runtime.exit_adapter import ExitAdapter, load_exit_adapter
+from specdec_runtime.formats import read_draft_vocab, read_manifest
 
 LENS_NAME = "lens.weight"
 
@@ -38,12 +39,15 @@ class EarlyExitSettings(DraftSettings):
     exit_layer: how many of the target's layers draft.
     mlp_size: of the adapter's network; 0 = its linear map alone, null = the hidden size.
     fit_lens: start from the fitted linear map instead of the residual itself.
+    model: folder of an early exit of this layer and size to go on from; its draft vocabulary is taken
+        over. null = a new one.
     """
 
     kind: str = "early_exit"
     exit_layer: int = 3
     mlp_size: int | None = None
     fit_lens: bool = True
+    model: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +55,9 @@ class EarlyExitSettings(DraftSettings):
             raise ValueError(f"draft.exit_layer must be at least 1, got {self.exit_layer}")
         if self.mlp_size is not None and self.mlp_size < 0:
             raise ValueError(f"draft.mlp_size must be 0 or more, got {self.mlp_size}")
+
+    def fixed_tokens(self, target_tokenizer: Any) -> Tensor | None:
+        return None if self.model is None else read_draft_vocab(self.model)
 
 
 SETTINGS = EarlyExitSettings
@@ -94,10 +101,31 @@ class EarlyExitRecipe:
         self._settings, self._parts, self._mlp_size = settings, parts, mlp_size
 
     def solve_start(self, examples: Sequence[Example]) -> dict[str, Tensor]:
+        if self._settings.model is not None:
+            return self._trained_before(self._settings.model)
         if not self._settings.fit_lens:
             return {}
         lens = fit_lens(self._state_pairs(examples))
         return {LENS_NAME: lens.T}
+
+    def _trained_before(self, folder: str) -> dict[str, Tensor]:
+        """The weights of a trained adapter.
+
+        Raises:
+            ValueError: if it is another kind of drafter, or of another layer or size.
+        """
+        given, exit_layer = read_manifest(folder), self._settings.exit_layer
+        if (given.kind, given.kind_config.get("exit_layer")) != ("early_exit", exit_layer):
+            raise ValueError(
+                f"draft.model={folder} is a {given.kind} drafter {given.kind_config}, expected an "
+                f"early_exit of layer {exit_layer}: give draft.* the settings that it was "
+                "trained with"
+            )
+        size, device = self._parts.target.model.hidden_size, torch.device("cpu")
+        adapter = load_exit_adapter(
+            folder, size, mlp_size=self._mlp_size, norm_eps=self.module.norm_eps, device=device
+        )
+        return dict(adapter.state_dict())
 
     def put_start(self, computed: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -105,10 +133,14 @@ class EarlyExitRecipe:
                 self.module.get_parameter(name).copy_(tensor)
 
     def objective(self, loss: LossConfig) -> Objective:
-        if loss.selection.reference is not None or loss.name is LossName.expected_length:
+        if loss.selection.reference is not None:
             raise ValueError(
-                "draft.kind=early_exit trains all positions from its fitted start: "
-                "loss.selection and loss.name=expected_length are for causal_lm drafters"
+                "draft.kind=early_exit trains all positions: loss.selection is for causal_lm drafters"
+            )
+        if loss.name is LossName.expected_length and self._settings.model is None:
+            raise ValueError(
+                "loss.name=expected_length starts from a trained drafter only: train with another "
+                "loss first and give that folder with draft=early_exit draft.model=FOLDER"
             )
         device = next(self.module.parameters()).device
         head = self._parts.head.to(device)

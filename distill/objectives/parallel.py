@@ -22,54 +22,33 @@ from distill.batches import Batch, Example
 from distill.drafted_steps import drafted_terms, loss_places
 from distill.losses import TARGET_FREE, LossConfig
 from distill.objective import Objective, Terms
-from distill.objectives.eagle3 import default_layer_ids
 from distill.parallel_blocks import block_states
 from distill.parallel_start import solve_start
-from distill.recipe import DraftSettings, TargetParts
+from distill.recipe import TargetParts
 from distill.signals import TargetHead
-from distill.state_recipe import StateRecipe
+from distill.state_recipe import StateRecipe, StateSettings, head_dim_of, take_target_ends
 from distill.weighing import PerPosition
 from specdec_runtime.drafters.parallel import ParallelDrafter
 from specdec_runtime.engines import Engine
-from specdec_runtime.parallel_network import ParallelNetwork, parallel_config
+from specdec_runtime.parallel_network import ParallelNetwork, load_parallel, parallel_config
 
 
 @dataclass(kw_only=True)
-class ParallelSettings(DraftSettings):
-    """draft.* of a parallel drafter.
+class ParallelSettings(StateSettings):
+    """draft.* of a parallel drafter, beside `StateSettings`.
 
-    layer_ids: k of the target's residuals after k layers that the drafter reads; null = those of an
-        eagle3 drafter, a low, a middle and a high one.
-    context_heads: attention heads that start without a task, beside those that the start needs; they
-        alone learn where to look.
-    intermediate_size: of its MLP; null = the target's.
-    markov_rank: of what a drafted token adds to the scores behind it.
     steps: places of a block that training scores; a longer block may be drafted.
-    step_decay: weight of each place's loss relative to the one before.
-    solve_start: start from the solved linear model instead of random numbers.
+    context_heads: beside those that the start needs.
+    markov_rank: of what a drafted token adds to the scores behind it.
     """
 
     kind: str = "parallel"
-    layer_ids: list[int] | None = None
-    context_heads: int = 2
-    intermediate_size: int | None = None
-    markov_rank: int = 128
     steps: int = 3
-    step_decay: float = 0.8
-    solve_start: bool = True
+    markov_rank: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, least in (("steps", 1), ("context_heads", 0), ("markov_rank", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"draft.{name} must be at least {least}, got {getattr(self, name)}"
-                )
-        if not 0 < self.step_decay <= 1:
-            raise ValueError(f"draft.step_decay must be in (0, 1], got {self.step_decay}")
-
-    def feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        return tuple(self.layer_ids or default_layer_ids(num_layers))
+        self._require_at_least(markov_rank=1)
 
 
 SETTINGS = ParallelSettings
@@ -78,9 +57,7 @@ SETTINGS = ParallelSettings
 def make(settings: ParallelSettings, parts: TargetParts) -> "ParallelRecipe":
     """A drafter for this target; its embeddings and the rows of its head are the target's."""
     target = parts.module.config
-    head_dim = getattr(target, "head_dim", None) or (
-        target.hidden_size // target.num_attention_heads
-    )
+    head_dim = head_dim_of(target)
     task_heads = max(4, 4 * target.hidden_size // (3 * head_dim))
     config = parallel_config(
         target,
@@ -93,12 +70,8 @@ def make(settings: ParallelSettings, parts: TargetParts) -> "ParallelRecipe":
         block_size=settings.steps,
     )
     network = ParallelNetwork(config).float()
-    with torch.no_grad():
-        embeddings = parts.module.get_input_embeddings().weight
-        network.model.embed_tokens.weight.copy_(embeddings)
-        network.lm_head.weight.copy_(parts.head.kept_weight)
-    for frozen in (network.model.embed_tokens, network.lm_head, network.markov_w2):
-        frozen.requires_grad_(False)
+    take_target_ends(network, parts)
+    network.markov_w2.requires_grad_(False)
     if settings.solve_start:
         attention = network.layer.self_attn
         for fixed in (attention.q_norm, attention.k_norm):
@@ -116,6 +89,9 @@ class ParallelRecipe(StateRecipe):
         solve_start(
             self.module, examples, context_heads=settings.context_heads, steps=settings.steps
         )
+
+    def _load(self, folder: str) -> ParallelNetwork:
+        return load_parallel(folder)
 
     def _objective(self, target_head: TargetHead, loss: LossConfig) -> Objective:
         return objective(self._settings, target_head, loss)
