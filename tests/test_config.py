@@ -88,6 +88,7 @@ def test_the_baseline_differs_from_distill_in_its_loss_alone(distill: TrainConfi
     [
         ("optim.lerning_rate=1", "did you mean optim.learning_rate?"),
         ("+optim.lerning_rate=1", "did you mean optim.learning_rate?"),
+        ("optim.lr=1", "did you mean optim.learning_rate?"),
         ("training.learning_rate=1", "did you mean optim.learning_rate?"),
         ("training.packing=true", "rows are padded to others of their length and never packed"),
         ("loss=forward_lk", "did you mean forward_kl?"),

@@ -53,25 +53,33 @@ def explain(error: BaseException, schema: type) -> str:
 
 
 def unknown_key(path: str, schema: type) -> str:
-    """Names the nearest valid key; the last part of a key weighs as much as the whole path."""
+    """Names the nearest valid key; the last part of a key weighs as much as the whole path, and may be
+    the initials of one (lr)."""
     for part, reason in LEFT_OUT.items():
         if part in path.rsplit(".", 1)[-1]:
             return f"there is no setting {path}: {reason}"
     valid = key_paths(schema)
-    near = difflib.get_close_matches(path, valid, n=1, cutoff=0.75)
+    node, _, last = path.rpartition(".")
+    near = [key for key in valid if initials(key) == (node, last)]
+    near = near or difflib.get_close_matches(path, valid, n=1, cutoff=0.75)
     if not near:
-        last = path.rsplit(".", 1)[-1]
         ends = {key.rsplit(".", 1)[-1]: key for key in reversed(valid)}
         near = [ends[name] for name in difflib.get_close_matches(last, ends, n=1, cutoff=0.7)]
     hint = f"did you mean {near[0]}?" if near else "see `python -m train --cfg job` for all keys"
     return f"there is no setting {path}: {hint}"
 
 
+def initials(path: str) -> tuple[str, str]:
+    """("optim", "lr") of optim.learning_rate."""
+    node, _, last = path.rpartition(".")
+    return node, "".join(word[:1] for word in last.split("_"))
+
+
 def key_paths(schema: type, prefix: str = "") -> list[str]:
     """All dotted paths of a dataclass tree, nodes and leaves; of a node that comes in several
     kinds, those of all kinds."""
     paths: dict[str, None] = {}
-    for kind in (schema, *schema.__subclasses__()):
+    for kind in _with_subclasses(schema):
         hints = get_type_hints(kind)
         for field in dataclasses.fields(kind):
             path = prefix + field.name
@@ -79,6 +87,11 @@ def key_paths(schema: type, prefix: str = "") -> list[str]:
             if dataclasses.is_dataclass(hints[field.name]):
                 paths |= dict.fromkeys(key_paths(hints[field.name], path + "."))
     return list(paths)
+
+
+def _with_subclasses(schema: type) -> list[type]:
+    """A class and all below it."""
+    return [schema, *(kind for one in schema.__subclasses__() for kind in _with_subclasses(one))]
 
 
 def check_complete(config: DictConfig, schema: type) -> None:
