@@ -137,7 +137,7 @@ def _json_rows(path: Path) -> Iterator[Row]:
                 if line.strip():
                     yield Row(f"{path}:{number}", _parsed(line, f"{path}:{number}"))
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
+            raise ValueError(_no_utf8(path, error)) from None
 
 
 def _json_document(path: Path) -> list[Any] | None:
@@ -145,13 +145,20 @@ def _json_document(path: Path) -> list[Any] | None:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
+        raise ValueError(_no_utf8(path, error)) from None
     if text.lstrip().startswith("["):
         return _parsed(text, str(path))
     try:
         return [json.loads(text)]
     except json.JSONDecodeError:  # one object a line, or what its line is named for
         return None
+
+
+def _no_utf8(path: Path, error: UnicodeDecodeError) -> str:
+    """What to say about a file of other bytes, with the first line that has them."""
+    lines = enumerate(path.read_bytes().split(b"\n"), start=1)
+    number = next(n for n, line in lines if line.decode("utf-8", "replace").encode() != line)
+    return f"{path}:{number}: not UTF-8 text ({error.reason}): convert it"
 
 
 def _parsed(text: str, place: str) -> Any:
@@ -182,7 +189,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
                     )
                 yield Row(place, row)
         except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error.reason}): convert it") from None
+            raise ValueError(_no_utf8(path, error)) from None
         except csv.Error as error:
             raise ValueError(f"{path}:{reader.line_num}: not CSV ({error})") from None
 

@@ -217,8 +217,8 @@ def test_a_missing_empty_or_binary_file_is_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     with pytest.raises(ValueError, match="holds no prompts"):
         prompts(tmp_path / "empty.jsonl")
-    (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="not UTF-8"):
+    (tmp_path / "binary.jsonl").write_bytes(b"{}\n\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"binary\.jsonl:2: not UTF-8"):
         prompts(tmp_path / "binary.jsonl")
     (tmp_path / "p.parquet").write_bytes(b"not a table")
     with pytest.raises(ValueError, match="no readable Parquet file"):

@@ -86,13 +86,15 @@ def run_script(folder: Path, tracker: Tracker, mode: str | None) -> bool:
     hidden = {"WANDB_MODE", "WANDB_API_KEY", "NETRC"}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"HOME": str(folder)} | ({"WANDB_MODE": mode} if mode else {})
+    # Of W&B's own patience, which a machine that does other things as well can exhaust.
+    environment |= {"WANDB_X_SERVICE_WAIT": "300", "WANDB_INIT_TIMEOUT": "300"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), tracker.value],
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=240,  # on a machine that does other things as well
+        timeout=600,
         check=False,
         cwd=Path(__file__).parent.parent,
     )

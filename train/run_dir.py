@@ -148,6 +148,11 @@ def _new_folder(parent: Path) -> Path:
         except FileExistsError:
             number += 1
             path = parent / f"{base}-{number}"
+        except OSError as error:
+            raise OSError(
+                f"run folder {path} can not be made ({error.strerror}): set runs_dir or run_dir to a "
+                "place that can be written"
+            ) from error
         else:
             return path
 
