@@ -6,12 +6,14 @@ report.css. Exact values are in <title> elements, which browsers show on hover, 
 tables beside the plots.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
 WIDTH, HEIGHT = 360, 236
 LEFT, RIGHT, TOP, BOTTOM = 38, 12, 12, 40
+MAX_TICKS = 16  # numbers below a plot that do not touch
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def line_chart(title: str, series: Sequence[Series], axes: Axes) -> str:
     frame = _Frame(
         min(point.x for point in points), max(point.x for point in points), axes.y_min, top
     )
-    _draw_axes(frame, axes, sorted({round(point.x) for point in points}))
+    ticks = sorted({round(point.x) for point in points})
+    _draw_axes(frame, axes, ticks[:: math.ceil(len(ticks) / MAX_TICKS)])
     for one in series:
         _draw_series(frame, one)
     named = axes.reference is not None and bool(axes.reference_label)

@@ -259,6 +259,7 @@ def _measure(
     state.acceptance_s += result.seconds
     share = state.acceptance_s / max(state.acceptance_s + state.seconds, 1e-9)
     values = result.values | {"seconds": result.seconds, "share_of_time": share}
+    values |= {"trained_tokens": state.num_tokens, "trained_minutes": state.seconds / 60}
     log.write("acceptance", state.step, values)
     log.write_samples(state.step, result.samples)
     return state.is_best(result.score)
