@@ -8,7 +8,8 @@ from torch import Tensor
 
 from specdec_runtime.native import abi
 from specdec_runtime.native.abi import Indices, as_int64, listed
-from specdec_runtime.native.weights import LANES, PackedWeights, allocate
+from specdec_runtime.native.memory import zeros_where_touched
+from specdec_runtime.native.weights import LANES, PackedWeights
 
 
 class NativeCache:
@@ -81,4 +82,4 @@ def _zeros(shape: tuple[int, ...]) -> Tensor:
     num_elements = 1
     for size in shape:
         num_elements *= size
-    return allocate(num_elements, torch.float32, huge_pages=False).view(shape)
+    return zeros_where_touched(num_elements, torch.float32).view(shape)

@@ -368,10 +368,6 @@ void Segment::rotate(int64_t t, float* head) const {
     }
 }
 
-inline Prefetch read_ahead(const float* panels) {
-    return {reinterpret_cast<const char*>(panels) + PREFETCH_BYTES, LANES * sizeof(float)};
-}
-
 inline int64_t first_visible(const Token& token, int64_t window) {
     return window > 0 ? std::max<int64_t>(0, token.position - window + 1) : 0;
 }

@@ -7,7 +7,6 @@ Shapes: D hidden, F MLP, H heads, E head_dim, Ep = E rounded up to 16.
 """
 
 import ctypes
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specdec_runtime.int8_grid import is_rounded, whole_numbers
 from specdec_runtime.native import abi
+from specdec_runtime.native.memory import HugePages
 
 LANES = 16
 # As decoder.cpp numbers them.
@@ -137,25 +137,13 @@ def pack_matrix(linear: nn.Linear, norm_epsilon: float = 0.0) -> PackedWeights:
     )  # fmt: skip
 
 
-def allocate(num_elements: int, dtype: torch.dtype, *, huge_pages: bool) -> Tensor:
-    """Zeros that take memory only where they are touched.
-
-    Huge pages spare the address lookups of a pass over all weights; for a cache, of which little
-    may be used, they would take memory that nobody needs.
-    """
-    size = max(1, num_elements) * dtype.itemsize
-    block = mmap.mmap(-1, size)
-    if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
-        block.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(block, dtype=dtype, count=num_elements)
-
-
 class _Packer:
     """Packs matrices and vectors and keeps what it made alive."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self.tensors: list[Tensor] = []
+        self._pages = HugePages()
 
     def layer(self, layer: Any, config: PretrainedConfig, window: int) -> abi.Layer:
         attention, mlp, size = layer.self_attn, layer.mlp, head_dim(config)
@@ -189,7 +177,7 @@ class _Packer:
         rows = rows.to(self.dtype).contiguous()
         outputs, inputs = rows.shape
         padded = -(-outputs // LANES) * LANES
-        panels = self.keep(allocate(padded * inputs, self.dtype, huge_pages=True))
+        panels = self.keep(self._pages.take(padded * inputs, self.dtype))
         abi.decoder().draftloop_pack(
             abi.pointer(rows), outputs, inputs, _WEIGHT_TYPES[self.dtype], abi.pointer(panels)
         )
