@@ -8,7 +8,7 @@ mask of masks.py does the windowing), and dropping finished rows without touchin
 Shapes: B rows of the cache, b rows of one pass, Q new tokens, S slots, H key/value heads, D head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,18 +59,15 @@ class BufferCache(Cache):
         assert self._placement is not None, "begin_pass has to be called before a forward pass"
         return self._placement
 
-    def buffers(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of all layers so far, each [B, H, S, D]; the memory, not a copy."""
-        return (
-            [self._keys[layer] for layer in sorted(self._keys)],
-            [self._values[layer] for layer in sorted(self._values)],
-        )
+    def buffers(self) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Keys and values by layer, each [B, H, S, D]; the memory, not a copy."""
+        return self._keys, self._values
 
-    @property
-    def is_allocated(self) -> bool:
-        """Whether every layer's buffer has its full size, so that a pass allocates nothing."""
-        return bool(self._keys) and all(
-            buffer.shape[2] == self._num_slots for buffer in self._keys.values()
+    def is_allocated(self, layers: Iterable[int]) -> bool:
+        """Whether the layers' buffers have their full size, so that a pass allocates nothing."""
+        return all(
+            layer in self._keys and self._keys[layer].shape[2] == self._num_slots
+            for layer in layers
         )
 
     def begin_pass(self, rows: Sequence[int] | None, num_new: Tensor, width: int) -> Placement:

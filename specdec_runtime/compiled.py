@@ -1,7 +1,7 @@
 """Transformers decoders through torch.compile, on static cache buffers.
 
-Only passes of few tokens are compiled, in a handful of widths; prompts are read eagerly, as every
-length would be compiled anew. On CUDA the compiled pass is replayed as a CUDA graph.
+Only passes of few tokens are compiled; prompts are read eagerly, as they are read once. On CUDA the
+compiled pass is replayed as a CUDA graph, in a handful of widths.
 
 Shapes: b rows of one pass, Q new tokens, S slots, H key/value heads, D head size.
 """
@@ -11,89 +11,86 @@ import shutil
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._triton import has_triton
 from transformers import Cache
 
 from specdec_runtime.cache import BufferCache
+from specdec_runtime.layer_access import DecoderOutput, Masks, PartialDecoder, Plan
 
-# Widths that get compiled; a pass is padded to the next one. More would cost a compilation each,
-# fewer would compute more padding.
+# Tokens a row of the passes that are compiled. One compilation serves all widths above 1, but on a GPU
+# every width is a graph of its own: there a pass is padded to the next of these.
 WIDTHS = (1, 2, 4, 8, 16)
+
+# All models of a process share one count of what was compiled, at most 8 by default; a target and its
+# drafter need about 5 each (one row or several, one token or several, how many of the rows) for every
+# span of layers, and beyond the limit torch would go on without compiling.
+_MAX_VARIANTS = 128
 
 
 class CompiledDecoder:
-    """One decoder's compiled forward pass.
+    """A decoder's compiled forward pass, called as the decoder itself is.
 
-    Args:
-        decoder: the module under the head.
-        cache_argument: what its forward calls the cache.
+    Each plan is compiled by itself.
     """
 
-    def __init__(self, decoder: nn.Module, cache_argument: str) -> None:
+    def __init__(self, decoder: PartialDecoder, device: torch.device) -> None:
         self._decoder = decoder
-        self._cache_argument = cache_argument
         # Of the device where the pass begins; layers elsewhere split the graph.
-        is_cuda = next(decoder.parameters()).device.type == "cuda"
         self._compiled = torch.compile(
-            self._run, mode="reduce-overhead" if is_cuda else None, dynamic=None
+            self._run, mode="reduce-overhead" if device.type == "cuda" else None, dynamic=None
         )
 
     def __call__(
         self,
         token_ids: Tensor,
-        masks: Tensor | dict[str, Tensor | None] | None,
+        masks: Masks,
         positions: Tensor,
         cache: BufferCache,
-        hidden_layers: tuple[int, ...] = (),
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Hidden states [b, Q, D] for the head, and the residuals in front of `hidden_layers`.
-
-        The cache's pass has to be begun, its buffers be allocated. Each set of layers is compiled
-        by itself.
-        """
+        plan: Plan,
+        hidden_in: Tensor | None,
+    ) -> DecoderOutput:
+        """As `PartialDecoder`. The cache's pass has to be begun, its buffers be allocated."""
         place = cache.placement
-        hidden, residuals = self._compiled(
-            token_ids,
-            masks,
-            positions,
-            place.slots.to(token_ids.device),
-            place.row_index.to(token_ids.device),
-            *cache.buffers(),
-            hidden_layers,
-        )
+        with torch._dynamo.config.patch(recompile_limit=_MAX_VARIANTS):
+            last, residuals = self._compiled(
+                token_ids,
+                masks,
+                positions,
+                place.slots.to(token_ids.device),
+                place.row_index.to(token_ids.device),
+                *cache.buffers(),
+                plan,
+                hidden_in,
+            )
         # A CUDA graph writes its next results into the same memory.
-        kept = {k: residual.clone() for k, residual in zip(hidden_layers, residuals, strict=True)}
-        return hidden.clone(), kept
+        return DecoderOutput(last.clone(), {k: part.clone() for k, part in residuals.items()})
 
     def _run(
         self,
         token_ids: Tensor,
-        masks: Tensor | dict[str, Tensor | None] | None,
+        masks: Masks,
         positions: Tensor,
         slots: Tensor,
         row_index: Tensor,
-        keys: list[Tensor],
-        values: list[Tensor],
-        hidden_layers: tuple[int, ...],
-    ) -> tuple[Tensor, list[Tensor]]:
+        keys: dict[int, Tensor],
+        values: dict[int, Tensor],
+        plan: Plan,
+        hidden_in: Tensor | None,
+    ) -> DecoderOutput:
         cache = _View(keys, values, slots, row_index)
-        output = self._decoder(
-            input_ids=token_ids,
-            attention_mask=masks,
-            position_ids=positions,
-            use_cache=True,
-            output_hidden_states=bool(hidden_layers),
-            **{self._cache_argument: cache},
-        )
-        return output.last_hidden_state, [output.hidden_states[k] for k in hidden_layers]
+        return self._decoder(token_ids, masks, positions, cache, plan, hidden_in)
 
 
 class _View(Cache):
     """What the compiled code sees of a `BufferCache`: tensors only."""
 
     def __init__(
-        self, keys: list[Tensor], values: list[Tensor], slots: Tensor, row_index: Tensor
+        self,
+        keys: dict[int, Tensor],
+        values: dict[int, Tensor],
+        slots: Tensor,
+        row_index: Tensor,
     ) -> None:
         super().__init__(layers=[])
         self._keys = keys
@@ -111,9 +108,10 @@ class _View(Cache):
         return keys[:num_rows], values[:num_rows]
 
 
-def compiled_width(width: int) -> int | None:
+def compiled_width(width: int, device: torch.device) -> int | None:
     """The width that a pass of `width` tokens is padded to; None = it is not compiled."""
-    return next((bucket for bucket in WIDTHS if bucket >= width), None)
+    padded = next((bucket for bucket in WIDTHS if bucket >= width), None)
+    return width if padded and device.type == "cpu" else padded
 
 
 def compile_obstacle(device: torch.device) -> str | None:

@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 
 from specdec_runtime.cache import BufferCache
 from specdec_runtime.compiled import CompiledDecoder, compiled_width
-from specdec_runtime.layer_access import captured_residuals, decoder_layers, only_layers
+from specdec_runtime.layer_access import Masks, PartialDecoder, decoder_layers, plan_pass
 from specdec_runtime.layer_kinds import BOTH, RECURRENT, checked_layer_kinds, is_recurrent
 from specdec_runtime.masks import additive, attention_mask
 from specdec_runtime.model import ModelOutput
 from specdec_runtime.recurrent_cache import RecurrentCache
 from specdec_runtime.recurrent_pass import forward_recurrent
 
-Masks = Tensor | dict[str, Tensor | None] | None  # one, or by kind of layer; None: no padding
 _NO_LIMIT = 1 << 30  # positions of a model whose configuration names no limit
 
 
@@ -51,13 +50,14 @@ class HFModel:
         self._layer_kinds = checked_layer_kinds(module, self.config)
         self.is_recurrent = is_recurrent(self._layer_kinds)
         # Layers that read what others keep cannot run without them.
-        shares_keys = bool(getattr(self.config, "num_kv_shared_layers", 0))
-        self.is_divisible = not self.is_recurrent and not shares_keys
-        self._decoder: nn.Module = module.base_model
+        num_sharing = getattr(self.config, "num_kv_shared_layers", 0) or 0
+        self.is_divisible = not self.is_recurrent and not num_sharing
         self._head: Any = module.get_output_embeddings()
-        self._arguments = _forward_arguments(self._decoder)
         self.num_layers = self.config.num_hidden_layers
-        self.layers = decoder_layers(self._decoder, self.num_layers)
+        self._num_caching = self.num_layers - num_sharing
+        decoder = module.base_model
+        self.layers = decoder_layers(decoder, self.num_layers)
+        self._decoder = PartialDecoder(decoder, self.num_layers, _cache_argument(decoder))
         self.hidden_size = self.config.hidden_size
         self.max_positions = getattr(self.config, "max_position_embeddings", None) or _NO_LIMIT
         self._compiled = self._compile() if compiled else None
@@ -159,29 +159,25 @@ class HFModel:
         counts = torch.full((num_rows,), width) if num_new is None else num_new.cpu()
         chosen = slice(None) if rows is None else list(rows)
         starts = cache.lengths[chosen].to(self.weights_device)
-        residuals: dict[int, Tensor] = {}
-        inner = tuple(k for k in hidden_layers if k >= 0)
-        padded = None
-        if self._compiled is not None and layers is None and cache.is_allocated:
-            # The residual after the last layer is not among the outputs of compiled passes.
-            padded = compiled_width(width) if self.num_layers not in inner else None
-        place = cache.begin_pass(rows, counts, padded or width)
-        inputs = self._inputs(token_ids, starts, padded or width, place.end, positions, visible)
-        with (
-            only_layers(self.layers, layers, hidden_in) if layers else nullcontext(),
-            _evaluating(self.module),
-        ):
-            if self._compiled is not None and padded is not None:
-                hidden, residuals = self._compiled(*inputs, cache, inner)
-                residuals = {k: residual[:, :width] for k, residual in residuals.items()}
-            else:
-                with captured_residuals(self.layers, inner, residuals):
-                    hidden = self._eager(*inputs, cache)
+        span = layers or (0, self.num_layers)
+        decoder, padded = self._runner(cache, span, width)
+        place = cache.begin_pass(rows, counts, padded)
+        if hidden_in is not None:
+            hidden_in = nn.functional.pad(hidden_in, (0, 0, 0, padded - width))
+            hidden_in = hidden_in.to(self.weights_device)
+        with _evaluating(self.module):
+            hidden, residuals = decoder(
+                *self._inputs(token_ids, starts, padded, place.end, positions, visible),
+                cache,
+                plan_pass(self.num_layers, span, hidden_layers),
+                hidden_in,
+            )
+        residuals = {k: residual[:, :width] for k, residual in residuals.items()}
         hidden = hidden[:, :width]  # [b, Q, D]
         cache.lengths[chosen] += counts
         if -1 in hidden_layers:
             residuals[-1] = hidden
-        has_head = layers is None or layers[1] == self.num_layers or early_head
+        has_head = span[1] == self.num_layers or early_head
         scores = None
         if logits and has_head:
             if last_only and width > 1:
@@ -190,20 +186,15 @@ class HFModel:
             scores = self.logits_of(hidden)
         return ModelOutput(scores, {k: h.float().to(self.device) for k, h in residuals.items()})
 
-    def _eager(
-        self,
-        token_ids: Tensor,
-        masks: Masks,
-        positions: Tensor,
-        cache: BufferCache,
-    ) -> Tensor:
-        return self._decoder(
-            input_ids=token_ids,
-            attention_mask=masks,
-            position_ids=positions,
-            use_cache=True,
-            **{self._arguments.cache: cache},
-        ).last_hidden_state
+    def _runner(
+        self, cache: BufferCache, span: tuple[int, int], width: int
+    ) -> tuple[PartialDecoder | CompiledDecoder, int]:
+        """What runs a pass, and the width that it is padded to."""
+        padded = compiled_width(width, self.weights_device)
+        caching = range(span[0], min(span[1], self._num_caching))
+        if self._compiled is None or padded is None or not cache.is_allocated(caching):
+            return self._decoder, width
+        return self._compiled, padded
 
     @torch.no_grad()
     def logits_of(self, hidden: Tensor) -> Tensor:
@@ -280,7 +271,7 @@ class HFModel:
                 f"{type(self.module).__name__} has recurrent layers, which are not compiled: use "
                 "engine=eager"
             )
-        return CompiledDecoder(self._decoder, self._arguments.cache)
+        return CompiledDecoder(self._decoder, self.weights_device)
 
     @torch.no_grad()
     def _check_head(self) -> None:
@@ -289,7 +280,7 @@ class HFModel:
         with _evaluating(self.module):
             whole = self.module(input_ids=token, use_cache=False).logits.float().to(self.device)
             parts = self.logits_of(
-                self._decoder(input_ids=token, use_cache=False).last_hidden_state
+                self.module.base_model(input_ids=token, use_cache=False).last_hidden_state
             )
         tolerance = 1e-2 * float(whole.abs().max())  # far above rounding, far below a scale
         if not torch.allclose(whole, parts, rtol=0.0, atol=tolerance):
@@ -318,21 +309,15 @@ class HFModel:
             )
 
 
-class _ForwardArguments:
-    """Names that differ between transformers versions, read off the signature once."""
-
-    def __init__(self, names: set[str]) -> None:
-        self.cache = "cache" if "cache" in names else "past_key_values"  # renamed in 5.2x
-
-
-def _forward_arguments(decoder: nn.Module) -> _ForwardArguments:
+def _cache_argument(decoder: nn.Module) -> str:
+    """What the decoder's forward calls its cache."""
     names = set(inspect.signature(type(decoder).forward).parameters)
     if "position_ids" not in names:
         raise ValueError(
             f"{type(decoder).__name__} takes no position_ids, which rows of different lengths "
             "need: expected a decoder with rotary or learned positions"
         )
-    return _ForwardArguments(names)
+    return "cache" if "cache" in names else "past_key_values"  # renamed in 5.2x
 
 
 def _sliced_head(head: Any, rows: Tensor) -> nn.Linear:

@@ -1,6 +1,7 @@
 """The compile switch: the same text from compiled passes, or one warning and the same text."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,14 @@ import torch
 from specdec_runtime import compiled, engines
 from specdec_runtime.compiled import compile_obstacle, compiled_width
 from specdec_runtime.decode import SpeculativeDecoder
+from specdec_runtime.drafters.eagle3 import Eagle3Drafter
+from specdec_runtime.drafters.early_exit import EarlyExitDrafter
+from specdec_runtime.drafters.parallel import ParallelDrafter
 from specdec_runtime.engines import make_model
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target
+from specdec_runtime.tree_growth import StaticTree
+from tests import test_eagle3, test_parallel
 from tests.conftest import tiny_llama
 from tests.table_model import ScriptedDrafter
 
@@ -20,7 +26,7 @@ PROMPT = [5, 6, 7]
 class Reader(ScriptedDrafter):
     """Knows the text, and keeps what it is shown of the target's hidden states."""
 
-    hidden_layers = (0, -1)
+    hidden_layers = (0, 1, -1)  # the second is the residual after the last layer
 
     def propose(self, rows, committed, lengths, features=None):
         self.seen.append(features)
@@ -59,6 +65,74 @@ def test_compiled_passes_give_the_same_text_and_the_same_states():
             torch.testing.assert_close(compiled_[layer], states, rtol=1e-4, atol=1e-4)
 
 
+def test_parts_of_a_model_are_traced_as_they_run(monkeypatch):
+    """As test_compiled_passes..., without the compiler behind the trace, which takes seconds."""
+    monkeypatch.setattr(compiled.torch, "compile", partial(torch.compile, backend="eager"))
+    module = tiny_llama(0, num_layers=2)
+    found = []
+    for model in (HFModel(module), HFModel(module, compiled=True)):
+        cache = model.new_cache(2, 32)
+        model.forward(torch.tensor([[5, 6], [7, 8]]), cache)
+        drafted = torch.tensor([[9, 10, 11], [12, 13, 14]])
+        # However many variants there are in a process, none goes without its compilation.
+        limit = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
+        with torch._dynamo.config.patch(limit):
+            low = model.forward(
+                drafted, cache, layers=(0, 1), hidden_layers=(0, 1), early_head=True
+            )
+            cache.truncate([2, 2])
+            num_new = torch.tensor([3, 2])
+            rest = {"layers": (1, 2), "hidden_in": low.hidden[1], "hidden_layers": (1, 2, -1)}
+            high = model.forward(drafted, cache, num_new=num_new, **rest)
+        found.append((low, high))
+    for eager, traced in zip(*found, strict=True):
+        torch.testing.assert_close(traced, eager, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "early_exit_trees", "eagle3", "parallel"])
+def test_drafting_and_verifying_passes_behind_the_prompt_are_compiled(kind, monkeypatch):
+    eager, through, calls = [], [], []
+
+    def counted(run, **how):
+        def call(*arguments):
+            through.append(arguments)
+            return run(*arguments)
+
+        return call
+
+    monkeypatch.setattr(compiled.torch, "compile", counted)
+    real_forward = HFModel._forward
+
+    def forward(model, token_ids, cache, **arguments):
+        (calls if model._compiled else eager).append(token_ids.shape)
+        return real_forward(model, token_ids, cache, **arguments)
+
+    monkeypatch.setattr(HFModel, "_forward", forward)
+    texts = []
+    for engine in ("eager", "compiled"):
+        target, drafter = target_and_drafter(kind, engine)
+        shape = StaticTree((2, 1)) if "trees" in kind else 3
+        decoder = SpeculativeDecoder(target, drafter, num_draft_tokens=shape)
+        generation = decoder.generate(test_eagle3.PROMPTS, max_new_tokens=12)
+        texts.append((generation.token_ids, generation.stats.num_accepted))
+    assert texts[0] == texts[1]
+    prompts = 1 if drafter.model is target.model else 2  # each model's own
+    assert len(calls) == len(eager) == len(through) + prompts
+
+
+def target_and_drafter(kind, engine):
+    """The module and head of the kind's own tests."""
+    model = make_model(test_eagle3.TARGET, engine=engine)
+    target = Target(model=model, eos_token_ids=(2,))
+    if kind == "eagle3":
+        head = test_eagle3.network()
+        return target, Eagle3Drafter(head, draft_vocab=test_eagle3.KEPT, engine=engine)
+    if kind == "parallel":
+        head = test_parallel.network()
+        return target, ParallelDrafter(head, draft_vocab=test_parallel.KEPT, engine=engine)
+    return target, EarlyExitDrafter(model, exit_layer=2)
+
+
 def test_without_a_compiler_there_is_one_warning_and_the_same_text(monkeypatch):
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     engines._warn_once.cache_clear()
@@ -77,5 +151,8 @@ def test_without_a_compiler_there_is_one_warning_and_the_same_text(monkeypatch):
     )
 
 
-def test_passes_are_padded_to_few_widths():
-    assert [compiled_width(width) for width in (1, 3, 5, 16, 17)] == [1, 4, 8, 16, None]
+def test_passes_are_padded_where_every_width_is_a_graph():
+    widths = (1, 3, 5, 16, 17)
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [compiled_width(width, cuda) for width in widths] == [1, 4, 8, 16, None]
+    assert [compiled_width(width, cpu) for width in widths] == [1, 3, 5, 16, None]

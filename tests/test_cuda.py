@@ -9,11 +9,15 @@ import torch
 from specdec_runtime.compiled import compile_obstacle
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.eagle3 import Eagle3Drafter
 from specdec_runtime.drafters.early_exit import EarlyExitDrafter
+from specdec_runtime.drafters.parallel import ParallelDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_runtime.engines import make_model
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import StaticTree
+from tests import test_eagle3, test_parallel
 from tests.conftest import tiny_llama
 
 pytestmark = [
@@ -56,6 +60,25 @@ def test_compiled_target_and_drafter_give_the_same_text_call_after_call():
     first = greedy(model, drafter)
     assert first.token_ids == expected
     assert first.stats.acceptance_rate == 1.0
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert greedy(model, drafter).token_ids == expected
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "eagle3", "parallel"])
+def test_compiled_parts_of_a_model_give_the_same_text_call_after_call(kind):
+    module = tiny_llama(0, num_layers=4).to("cuda")
+    expected = greedy(HFModel(module)).token_ids
+    model = make_model(module, engine="compiled")
+    drafter = {
+        "early_exit": lambda: EarlyExitDrafter(model, exit_layer=2),
+        "eagle3": lambda: Eagle3Drafter(
+            test_eagle3.network().to("cuda"), draft_vocab=test_eagle3.KEPT, engine="compiled"
+        ),
+        "parallel": lambda: ParallelDrafter(
+            test_parallel.network().to("cuda"), draft_vocab=test_parallel.KEPT, engine="compiled"
+        ),
+    }[kind]()
+    assert greedy(model, drafter).token_ids == expected
     with torch._dynamo.config.patch(error_on_recompile=True):
         assert greedy(model, drafter).token_ids == expected
 

@@ -5,6 +5,8 @@ import torch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -63,11 +65,12 @@ def make(kind):
         "gpt2": lambda: GPT2LMHeadModel(
             GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=128)
         ),
+        "falcon": lambda: FalconForCausalLM(FalconConfig(**SHAPE, bias=True)),
     }
     return models[kind]().eval()
 
 
-KINDS = ["llama", "gemma2", "gemma3", "mistral", "qwen3", "cohere", "granite", "gpt2"]
+KINDS = ["llama", "gemma2", "gemma3", "mistral", "qwen3", "cohere", "granite", "gpt2", "falcon"]
 
 
 def assert_close(actual, expected):

@@ -22,14 +22,12 @@ from torch.nn.utils.rnn import pad_sequence
 from specdec_runtime.chain import ChainStart, draft_chain, greedy_chain
 from specdec_runtime.draft import Draft
 from specdec_runtime.draft_length import LengthRound
-from specdec_runtime.draft_vocabulary import DraftVocabulary
 from specdec_runtime.eagle3_network import Eagle3Network, load_eagle3
-from specdec_runtime.engines import Engine, make_model
-from specdec_runtime.formats import read_draft_vocab
-from specdec_runtime.handed_over import HandedOver, require_states_of
-from specdec_runtime.model import Cache, CausalModel, right_padded
+from specdec_runtime.engines import Engine
+from specdec_runtime.model import right_padded
 from specdec_runtime.native import NativeLinear, NativeModel
 from specdec_runtime.sampling import Sampler
+from specdec_runtime.state_drafter import StateDrafter, StateSession
 from specdec_runtime.target import Target
 
 SETTINGS = frozenset({"temperature"})
@@ -38,43 +36,18 @@ SETTINGS = frozenset({"temperature"})
 _RESIDUAL, _NORMED = 1, -1
 
 
-class Eagle3Drafter:
-    """Drafts with an EAGLE-3 network, greedily where the row is greedy.
+class Eagle3Drafter(StateDrafter):
+    """Drafts with an EAGLE-3 network, greedily where the row is greedy."""
 
-    Args:
-        network: its weights are copied where the C++ engine runs it; see `refresh`.
-        draft_vocab: [n] int64, the target id of each row of its head; None = row i is id i.
-        temperature: replaces the temperature of rows that sample, while drafting.
-    """
+    kind = "eagle3"
+    network: Eagle3Network
 
-    def __init__(
-        self,
-        network: Eagle3Network,
-        *,
-        draft_vocab: Tensor | None = None,
-        temperature: float | None = None,
-        engine: Engine | str = Engine.auto,
-    ) -> None:
-        rows = network.lm_head.out_features
-        if draft_vocab is not None and len(draft_vocab) != rows:
-            raise ValueError(
-                f"the draft vocabulary names {len(draft_vocab)} tokens, the head has {rows} rows: "
-                "expected one row a token"
-            )
-        self.network = network
-        self.draft_vocab = draft_vocab
-        self.temperature = temperature
-        self.hidden_layers = tuple(network.config.eagle_aux_hidden_state_layer_ids)
-        self.max_positions: int | None = network.config.max_position_embeddings
-        self.hands_on = _NORMED if network.config.norm_output else _RESIDUAL
-        self._engine = engine
-        self.refresh()
+    @property
+    def hands_on(self) -> int:
+        return _NORMED if self.network.config.norm_output else _RESIDUAL
 
     def refresh(self) -> None:
-        """Take over the weights that the network has now; between `generate` calls only."""
-        self.model: CausalModel = make_model(
-            self.network, engine=self._engine, head_token_ids=self.draft_vocab
-        )
+        super().refresh()
         decoder = self.network.model
         self._fusion: Callable[[Tensor], Tensor] = decoder.fuse
         if isinstance(self.model, NativeModel):
@@ -89,41 +62,20 @@ class Eagle3Drafter:
         return self._fusion(features.to(device=weight.device, dtype=weight.dtype)).float()
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "Eagle3Session":
-        return Eagle3Session(self, self.model.new_cache(batch_size, capacity), batch_size, sampler)
+        return Eagle3Session(self, batch_size, capacity, sampler)
 
 
 def load(
     folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
 ) -> Eagle3Drafter:
-    """The drafter in `folder`. Settings: `temperature`.
-
-    Raises:
-        ValueError: if there is none, or it reads states of another size than the target's.
-    """
-    if folder is None:
-        raise ValueError("an eagle3 drafter needs a folder with its weights: give eagle3:FOLDER")
-    network = load_eagle3(folder, device=target.model.device)
-    require_states_of(network.config, folder, target)
-    return Eagle3Drafter(
-        network,
-        draft_vocab=read_draft_vocab(folder),
-        temperature=settings.get("temperature"),
-        engine=engine,
+    """See `StateDrafter.of_folder`."""
+    return Eagle3Drafter.of_folder(
+        folder, target, load_network=load_eagle3, engine=engine, settings=settings
     )
 
 
-class Eagle3Session:
-    """The layer's cache for one batch, and the states that it has not been fed yet."""
-
-    def __init__(
-        self, drafter: Eagle3Drafter, cache: Cache, batch_size: int, sampler: Sampler
-    ) -> None:
-        self.cache = cache
-        self._drafter = drafter
-        self._model = drafter.model
-        self._sampler = sampler
-        self._vocab = DraftVocabulary(drafter.draft_vocab, drafter.model, sampler.vocab_size)
-        self._states = HandedOver(batch_size, drafter.hidden_layers)
+class Eagle3Session(StateSession):
+    _drafter: Eagle3Drafter
 
     def propose(
         self,

@@ -24,14 +24,11 @@ from torch.nn.utils.rnn import pad_sequence
 from specdec_runtime.chain import draft_chain
 from specdec_runtime.draft import Draft, no_draft
 from specdec_runtime.draft_length import LengthRound
-from specdec_runtime.draft_vocabulary import DraftVocabulary
-from specdec_runtime.engines import Engine, make_model
-from specdec_runtime.formats import read_draft_vocab
-from specdec_runtime.handed_over import HandedOver, require_states_of
-from specdec_runtime.model import Cache, CausalModel
+from specdec_runtime.engines import Engine
 from specdec_runtime.native import NativeLinear, NativeModel
 from specdec_runtime.parallel_network import ParallelNetwork, load_parallel
 from specdec_runtime.sampling import Sampler
+from specdec_runtime.state_drafter import StateDrafter, StateSession
 from specdec_runtime.target import Target
 
 SETTINGS = frozenset({"temperature"})
@@ -39,43 +36,15 @@ SETTINGS = frozenset({"temperature"})
 _NORMED = -1  # the hidden state that the head reads
 
 
-class ParallelDrafter:
-    """Drafts blocks with a parallel network.
+class ParallelDrafter(StateDrafter):
+    """Drafts blocks with a parallel network."""
 
-    Args:
-        network: its weights are copied where the C++ engine runs it; see `refresh`.
-        draft_vocab: [n_d] int64, the target id of each row of its head; None = row i is id i.
-        temperature: replaces the temperature of rows that sample, while drafting.
-    """
-
-    def __init__(
-        self,
-        network: ParallelNetwork,
-        *,
-        draft_vocab: Tensor | None = None,
-        temperature: float | None = None,
-        engine: Engine | str = Engine.auto,
-    ) -> None:
-        rows = network.lm_head.out_features
-        if draft_vocab is not None and len(draft_vocab) != rows:
-            raise ValueError(
-                f"the draft vocabulary names {len(draft_vocab)} tokens, the head has {rows} rows: "
-                "expected one row a token"
-            )
-        self.network = network
-        self.draft_vocab = draft_vocab
-        self.temperature = temperature
-        self.hidden_layers = tuple(network.config.eagle_aux_hidden_state_layer_ids)
-        self.max_positions: int | None = network.config.max_position_embeddings
-        self._engine = engine
-        self.refresh()
+    kind = "parallel"
+    network: ParallelNetwork
 
     def refresh(self) -> None:
-        """Take over the weights that the network has now; between `generate` calls only."""
+        super().refresh()
         network = self.network
-        self.model: CausalModel = make_model(
-            network, engine=self._engine, head_token_ids=self.draft_vocab
-        )
         is_native = isinstance(self.model, NativeModel)
         self._fc: Callable[[Tensor], Tensor] = NativeLinear(network.fc) if is_native else network.fc
         self._w2: Callable[[Tensor], Tensor] = (
@@ -110,43 +79,20 @@ class ParallelDrafter:
         return head(read.to(head.weight.dtype)).squeeze(-1).float().sigmoid()
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "ParallelSession":
-        return ParallelSession(
-            self, self.model.new_cache(batch_size, capacity), batch_size, sampler
-        )
+        return ParallelSession(self, batch_size, capacity, sampler)
 
 
 def load(
     folder: str | Path | None, target: Target, *, engine: Engine | str, settings: dict[str, Any]
 ) -> ParallelDrafter:
-    """The drafter in `folder`. Settings: `temperature`.
-
-    Raises:
-        ValueError: if there is none, or it reads states of another size than the target's.
-    """
-    if folder is None:
-        raise ValueError("a parallel drafter needs a folder with its weights: give parallel:FOLDER")
-    network = load_parallel(folder, device=target.model.device)
-    require_states_of(network.config, folder, target)
-    return ParallelDrafter(
-        network,
-        draft_vocab=read_draft_vocab(folder),
-        temperature=settings.get("temperature"),
-        engine=engine,
+    """See `StateDrafter.of_folder`."""
+    return ParallelDrafter.of_folder(
+        folder, target, load_network=load_parallel, engine=engine, settings=settings
     )
 
 
-class ParallelSession:
-    """The layer's cache for one batch, and the states that it has not been fed yet."""
-
-    def __init__(
-        self, drafter: ParallelDrafter, cache: Cache, batch_size: int, sampler: Sampler
-    ) -> None:
-        self.cache = cache
-        self._drafter = drafter
-        self._model = drafter.model
-        self._sampler = sampler
-        self._vocab = DraftVocabulary(drafter.draft_vocab, drafter.model, sampler.vocab_size)
-        self._states = HandedOver(batch_size, drafter.hidden_layers)
+class ParallelSession(StateSession):
+    _drafter: ParallelDrafter
 
     def propose(
         self,
