@@ -26,7 +26,7 @@ from specdec_runtime.model import CausalModel
 from specdec_runtime.planning import ChainSetting, DraftPlan, TreeSetting, as_draft_plan
 from specdec_runtime.request import Request, check_request
 from specdec_runtime.results import Chunk, Generation, Round
-from specdec_runtime.sampling import Sampler
+from specdec_runtime.sampling import NO_TOKEN, Sampler
 from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.stopping import Ending
 from specdec_runtime.target import Target, as_target
@@ -155,9 +155,18 @@ class _Row:
         return self.end.max_length - len(self.tokens) - 1
 
     def extend(self, kept: list[int], next_token: int, num_drafted: int) -> Chunk:
-        """Append the kept drafts and the target's token, up to wherever the row ends."""
+        """Append the kept drafts and the target's token, up to wherever the row ends.
+
+        Raises:
+            ValueError: the settings allow no token where the row goes on.
+        """
         before = len(self.tokens)
         for token in (*kept, next_token):
+            if token == NO_TOKEN:
+                raise ValueError(
+                    f"the sampling settings forbid every token behind the first {len(self.tokens)} "
+                    "of a row: relax bad_words_ids, logit_bias, min_new_tokens or logits_processors"
+                )
             self.tokens.append(token)
             self.ending = self.end.check(self.tokens)
             if self.ending is not None:

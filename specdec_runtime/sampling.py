@@ -27,6 +27,7 @@ __all__ = ["Sampler", "SamplingSettings"]
 
 _Process = Callable[..., Tensor]  # (tokens [n, length] int64, scores [n, V]) -> scores [n, V]
 _DRAFT_STREAM, _VERIFY_STREAM = 1, 2  # purposes of the noise, see noise.py
+NO_TOKEN = -1  # stands for the token of a place where the settings forbid every one
 
 
 class Sampler:
@@ -81,6 +82,8 @@ class Sampler:
         # Custom processors keep their order: if one of them remembers, all go its way.
         self._states = ProcessorStates(settings.logits_processors) if remembering else None
         self._processors: dict[tuple[int, torch.device], _Process] = {}
+        # Of the last call, the positions where the settings forbid every token.
+        self.impossible: frozenset[int] = frozenset()
         self._warpers: _Process = make_warpers(settings)
         seeds = _row_seeds(seed, batch_size)
         self._draft_noise = UniformStreams(seeds, purpose=_DRAFT_STREAM, device=device)
@@ -178,11 +181,12 @@ class Sampler:
             processed[members] = run(tokens.long().to(scores.device), scores[members])
         if self._states is not None:
             processed = self._states(rows, histories, processed)
-        if (processed.amax(-1) == -math.inf).any():
-            raise ValueError(
-                "the sampling settings forbid every token at some position: relax bad_words_ids, "
-                "logit_bias, min_new_tokens or logits_processors"
-            )
+        places = (processed.amax(-1) == -math.inf).nonzero()[:, 0]
+        self.impossible = frozenset(places.tolist())
+        if self.impossible:
+            # Behind a drafted token that will be refused, or over a drafter's few tokens, that says
+            # nothing of the text, and any token will do; the verifier looks where it does.
+            processed[places, scores[places].argmax(-1)] = 0.0
         return processed
 
     def _processors_for(self, prompt_length: int, device: torch.device) -> _Process:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec_runtime.draft import Draft
 from specdec_runtime.model import Cache, CausalModel, right_padded
-from specdec_runtime.sampling import Sampler
+from specdec_runtime.sampling import NO_TOKEN, Sampler
 from specdec_runtime.tree_drafting import tree_inputs
 from specdec_runtime.trees import DraftTree, verify_tree
 from specdec_runtime.verification import (
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
     """What becomes of one round's drafts, row by row, on the host."""
 
     kept: list[list[int]]
-    next_tokens: list[int]  # recovered, bonus, or plainly the target's
+    next_tokens: list[int]  # recovered, bonus, or plainly the target's; NO_TOKEN: none is allowed
     num_drafted: list[int]  # of a tree: its depth
     features: dict[int, Tensor]  # layer -> [b, F, D]; of row i the first len(kept[i]) + 1 count
 
@@ -84,8 +84,8 @@ class Verifier:
         )
         assert output.logits is not None
         tokens = self._first_tokens(output.logits[:, 0], rows, prompts).tolist()  # waits
-        nothing = [0] * len(rows)
-        return Verdict([[] for _ in rows], tokens, nothing, output.hidden)
+        kept, tokens = self._up_to_impossible([[] for _ in rows], tokens, width=1)
+        return Verdict(kept, tokens, [0] * len(rows), output.hidden)
 
     def verify(self, rows: list[int], committed: list[list[int]], draft: Draft) -> Verdict:
         """Score pending tokens and drafts in one pass and judge them.
@@ -129,7 +129,7 @@ class Verifier:
             num_accepted = verify_greedy(tokens[:count], choice)
             kept.append(tokens[:num_accepted])
             following.append(choice[num_accepted])
-        return kept, following
+        return self._up_to_impossible(kept, following, width)
 
     def _judge_by_rule(
         self, rows: list[int], committed: list[list[int]], draft: Draft, logits: Tensor
@@ -149,7 +149,8 @@ class Verifier:
         )
         columns = [verdict.num_accepted[:, None], verdict.next_token_ids[:, None], draft_ids]
         table = torch.cat(columns, dim=1).tolist()  # the round's one wait for the device
-        return [line[2 : 2 + line[0]] for line in table], [line[1] for line in table]
+        kept = [line[2 : 2 + line[0]] for line in table]
+        return self._up_to_impossible(kept, [line[1] for line in table], width)
 
     def _contexts(
         self, rows: list[int], committed: list[list[int]], draft: Draft
@@ -200,9 +201,13 @@ class Verifier:
         for row, start, nodes in zip(rows, starts, kept_nodes, strict=True):
             self._cache.keep_path(row, start, [start, *(start + 1 + node for node in nodes)])
         token_ids = tree.token_ids.tolist()
+        kept = [[token_ids[i][node] for node in nodes] for i, nodes in enumerate(kept_nodes)]
+        kept, following = self._up_to_impossible(
+            kept, verdict.next_token_ids.tolist(), width, kept_nodes
+        )
         return Verdict(
-            [[token_ids[i][node] for node in nodes] for i, nodes in enumerate(kept_nodes)],
-            verdict.next_token_ids.tolist(),
+            kept,
+            following,
             inputs.depths.amax(dim=1).tolist(),
             {k: _along(hidden, kept_nodes) for k, hidden in output.hidden.items()},
         )
@@ -220,6 +225,29 @@ class Verifier:
         uniforms = self._uniforms(rows, 1).to(logits.device)
         none = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
         return verify_speculative(nothing, None, probs[:, None], none, uniforms).next_token_ids
+
+    def _up_to_impossible(
+        self,
+        kept: list[list[int]],
+        following: list[int],
+        width: int,
+        nodes: list[list[int]] | None = None,
+    ) -> tuple[list[list[int]], list[int]]:
+        """The same up to the first place where the settings forbid every token, NO_TOKEN there.
+
+        Args:
+            width: places of a row in the sampler's last call, that of the pending token first.
+            nodes: of the kept tokens of a tree; None = a chain.
+        """
+        if not self._sampler.impossible:
+            return kept, following
+        for row, tokens in enumerate(kept):
+            path = range(len(tokens)) if nodes is None else nodes[row]
+            for count, place in enumerate((0, *(node + 1 for node in path))):
+                if row * width + place in self._sampler.impossible:
+                    kept[row], following[row] = tokens[:count], NO_TOKEN
+                    break
+        return kept, following
 
     def _uniforms(self, rows: list[int], width: int) -> Tensor:
         """[b, width] noise for one verification.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from specdec_runtime import native
 from specdec_runtime.decode import SpeculativeDecoder
@@ -123,6 +124,65 @@ def test_a_draft_made_inside_the_engine_is_the_one_made_step_by_step(policy):
         rounds.append([(entry.rows, entry.drafted, entry.accepted) for entry in done.rounds])
     assert rounds[0] == rounds[1]
     assert len({count for _, drafted, _ in rounds[0] for count in drafted}) > 1
+
+
+class Alternating(LogitsProcessor):
+    """Of 5 to 12, odd tokens behind even ones and the reverse; no way on behind two of a kind."""
+
+    def __call__(self, input_ids, scores):
+        tokens = torch.arange(scores.shape[1])
+        odd, other = tokens % 2 == 1, (tokens < 5) | (tokens > 12)
+        last = input_ids[:, -1:] % 2 == 1
+        dead_end = last == (input_ids[:, -2:-1] % 2 == 1)
+        return scores.masked_fill(other | (odd == last) | dead_end, -torch.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [3, StaticTree((1, 1))])
+def test_settings_that_leave_a_draft_no_way_on_do_not_end_the_text(shape, temperature):
+    module = HFModel(MODULE)
+    reduced = CausalLMDrafter(HFModel(DRAFT_MODULE, head_rows=KEPT), draft_vocab=KEPT)
+    outside = {"logit_bias": dict.fromkeys(KEPT.tolist(), -torch.inf)}  # none of its tokens
+    lookup = PromptLookupDrafter()  # finds 10 behind 8 and 12 behind 10, and goes on from there
+    alternating = {"logits_processors": [Alternating()]}
+    prompt = [7, 8, 10, 12, 5, 6, 7]
+    for drafter, settings in ((reduced, outside), (lookup, alternating)):
+        settings |= {"max_new_tokens": 8, "temperature": temperature, "seed": 0}
+        plain = SpeculativeDecoder(module).generate([prompt], **settings)
+        drafted = SpeculativeDecoder(module, drafter, num_draft_tokens=shape).generate(
+            [prompt], **settings
+        )
+        assert drafted.stats.num_drafted > 0
+        if not temperature:
+            assert drafted.token_ids == plain.token_ids
+        text = drafted.token_ids[0]
+        if drafter is reduced:
+            assert all(token % 4 == 0 for token in text)
+        else:
+            assert all(a % 2 != b % 2 for a, b in zip([7, *text], text, strict=False))
+
+
+@pytest.mark.parametrize("shape", [3, StaticTree((1, 1))])
+def test_a_place_without_a_way_on_is_an_error_where_the_text_comes_to_it(shape):
+    only = {7: 9, 9: 12}  # the tokens that may follow these; any other is a dead end
+
+    class Path(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            allowed = torch.zeros_like(scores, dtype=torch.bool)
+            for row, token in enumerate(input_ids[:, -1].tolist()):
+                allowed[row, only.get(token, [])] = True
+            return scores.masked_fill(~allowed, -torch.inf)
+
+    decoder = SpeculativeDecoder(HFModel(MODULE), PromptLookupDrafter(), num_draft_tokens=shape)
+    prompts, settings = [[7, 9, 12, 3, 7]], {"max_new_tokens": 9, "logits_processors": [Path()]}
+    for temperature in (0.0, 1.0):
+        settings["temperature"] = temperature
+        # The dead end lies behind the end.
+        ended = decoder.generate(prompts, eos_token_id=12, **settings)
+        assert ended.token_ids == [[9, 12]]
+        for prompt in (prompts[0], [3]):
+            with pytest.raises(ValueError, match="forbid every token behind"):
+                decoder.generate([prompt], eos_token_id=2, **settings)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "tree"])
