@@ -132,6 +132,27 @@ def test_a_job_that_is_stopped_ends_the_sweep(tmp_path: Path, monkeypatch: pytes
     ]
 
 
+def test_a_variable_that_is_not_set_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["train", "+experiment=smoke", "target.model=${oc.env:NOPE}"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: environment variable NOPE is not set\n"
+
+
+def test_a_job_that_fails_in_a_process_of_its_launcher_is_one_line_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    processes = iter([1])
+    monkeypatch.setattr("train.cli.os.getpid", lambda: next(processes, 2))
+    assert swept(monkeypatch, tmp_path, "seed=0,1") == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "error: seed 1 is bad"
+
+
 def test_ctrl_c_before_a_run_begins_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -9,6 +9,7 @@ behind a message.
 import os
 import signal
 import sys
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,9 +85,8 @@ def _run_command_line() -> int:
     import hydra
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
+    from omegaconf import OmegaConf
 
-    from train.cli_errors import CONFIG_ERRORS, explain
-    from train.config import TrainConfig
     from train.sweep import SweepJob, print_sweep, strike_out_secrets
 
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -98,14 +98,18 @@ def _run_command_line() -> int:
     def job(settings: "DictConfig") -> float | None:
         hydra_settings = HydraConfig.get()
         is_sweep = hydra_settings.mode is RunMode.MULTIRUN
+        # As typed: what they refer to, an environment variable, is not put in its place.
+        typed = OmegaConf.to_container(hydra_settings.overrides.task, resolve=False)
+        assert isinstance(typed, list)
+        overrides = [str(one) for one in typed]
         # Of a sweep's job, what starts it alone; it may run in a process of a launcher, too.
-        argv = ["train", *hydra_settings.overrides.task] if is_sweep else sys.argv
+        argv = ["train", *overrides] if is_sweep else sys.argv
         if is_sweep:
             strike_out_secrets(Path(hydra_settings.sweep.dir))
         outcome = _run_job(settings, argv, is_sweep=is_sweep, show_traceback=show_traceback)
         if outcome.exit_code and os.getpid() != own_process:
             raise RuntimeError(outcome.message)  # a launcher's process: only it can be told
-        jobs.append(SweepJob(list(hydra_settings.overrides.task), outcome))
+        jobs.append(SweepJob(overrides, outcome))
         if is_sweep:
             sweep_dirs.append(Path(hydra_settings.sweep.dir))
             if outcome.exit_code > STOPPED:
@@ -113,19 +117,32 @@ def _run_command_line() -> int:
         return outcome.score
 
     command = hydra.main(config_path="pkg://conf", config_name="train", version_base="1.3")(job)
+    code = 0
     try:
-        command()
-    except CONFIG_ERRORS as error:
-        if show_traceback:
-            raise
-        print(f"error: {explain(error, TrainConfig)}", file=sys.stderr)
-        return 2
+        code = _start(command, show_traceback=show_traceback)
     except KeyboardInterrupt:
         if not jobs:
             raise
     if sweep_dirs:
         print_sweep(jobs, sweep_dirs[0])
-    return max((one.outcome.exit_code for one in jobs), default=0)
+    return max(code, *(one.outcome.exit_code for one in jobs), 0)
+
+
+def _start(command: Callable[[], None], *, show_traceback: bool) -> int:
+    """Has Hydra compose the settings and start the jobs; the exit code of what goes wrong around
+    them."""
+    from train.cli_errors import CONFIG_ERRORS, explain
+    from train.config import TrainConfig  # registers what conf/train.yaml starts from
+
+    try:
+        command()
+    except (*CONFIG_ERRORS, RuntimeError) as error:
+        if show_traceback:
+            raise
+        if isinstance(error, CONFIG_ERRORS):
+            return _failed(2, explain(error, TrainConfig)).exit_code
+        return _failed(1, str(error)).exit_code  # of a job in a launcher's process
+    return 0
 
 
 def _run_job(
