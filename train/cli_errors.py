@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import re
+from itertools import chain
 from typing import Any, get_type_hints
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -91,7 +92,8 @@ def key_paths(schema: type, prefix: str = "") -> list[str]:
 
 def _with_subclasses(schema: type) -> list[type]:
     """A class and all below it."""
-    return [schema, *(kind for one in schema.__subclasses__() for kind in _with_subclasses(one))]
+    below = chain.from_iterable(map(_with_subclasses, schema.__subclasses__()))
+    return [schema, *below]
 
 
 def check_complete(config: DictConfig, schema: type) -> None:
