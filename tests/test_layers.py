@@ -19,7 +19,7 @@ ALLOWED = {  # package -> what it may import besides itself and the standard lib
     | {"specdec_runtime", "distill", "eval", "accelerate", "peft", "gguf", "huggingface_hub"},
 }
 # What only a few files may import, so that the rest is usable without it.
-ENTRY_POINTS = ("cli", "cli_errors", "config", "__main__")
+ENTRY_POINTS = ("cli", "cli_errors", "cli_sweep", "config", "__main__")
 CONFIG_TOOLS = {"hydra", "omegaconf"}
 # A saved configuration: compared with the present one, and handed to the tracker as plain values.
 OMEGACONF_ALSO = {"train/run_dir.py", "train/run.py"}

@@ -1,5 +1,6 @@
 """Sweeps and repeated runs: every job is told apart, failures are seen, settings start again."""
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torch import nn
@@ -24,6 +27,7 @@ from train.run import RunResult
 from train.run_dir import RunChoice, open_run, read_settings
 from train.sweep import Outcome, SweepJob, own_overrides, rows_of
 
+ONE_BY_ONE = BasicLauncher.launch
 OVERRIDES = ("+experiment=smoke", "loss=jsd", "acceptance.num_draft_tokens=5", "resume=auto")
 
 
@@ -66,6 +70,21 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path, *overrides: str) -> int
     with pytest.raises(SystemExit) as ended:
         main()
     return ended.value.code
+
+
+def launched_in_processes(
+    launcher: BasicLauncher, job_overrides: list[list[str]], initial_job_idx: int
+) -> list[JobReturn]:
+    """As launchers for clusters do it: nothing but what is returned comes back from a job."""
+    returned = []
+    for number, overrides in enumerate(job_overrides, initial_job_idx):
+        child = os.fork()
+        if child == 0:
+            one = ONE_BY_ONE(launcher, [overrides], number)
+            os._exit(0 if one[0].status is JobStatus.COMPLETED else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        returned.append(JobReturn(status=JobStatus.COMPLETED))
+    return returned
 
 
 def toy_stages(seen: list[str]) -> Callable[[Job], RunResult]:
@@ -144,13 +163,23 @@ def test_a_variable_that_is_not_set_is_said_once(
     assert capsys.readouterr().err == "error: environment variable NOPE is not set\n"
 
 
-def test_a_job_that_fails_in_a_process_of_its_launcher_is_one_line_and_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_jobs_in_processes_of_a_launcher_are_in_the_table_and_in_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    processes = iter([1])
-    monkeypatch.setattr("train.cli.os.getpid", lambda: next(processes, 2))
-    assert swept(monkeypatch, tmp_path, "seed=0,1") == 1
-    assert capsys.readouterr().err.splitlines()[-1] == "error: seed 1 is bad"
+    monkeypatch.setattr(BasicLauncher, "launch", launched_in_processes)
+    assert swept(monkeypatch, tmp_path, "seed=2,1,0") == 1
+    (table,) = tmp_path.glob("runs/sweeps/*/sweep.md")
+    lines = table.read_text().splitlines()[2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| seed=2", "| seed=0", "| seed=1"]
+    assert lines[-1].endswith("| failed | 1 | seed 1 is bad |")
+
+
+def test_a_later_sweep_into_the_same_folder_has_its_own_jobs_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for seeds, code in (("seed=0,1,2", 1), ("seed=0,2", 0)):
+        assert swept(monkeypatch, tmp_path, seeds, "hydra.sweep.dir=here") == code
+    assert len((tmp_path / "here" / "sweep.md").read_text().splitlines()) == 2 + 2
 
 
 def test_ctrl_c_before_a_run_begins_is_one_line(
@@ -173,7 +202,7 @@ def test_nothing_that_is_kept_of_a_sweep_holds_a_secret(
     secret = "hf_" + "a1B2" * 8
     assert swept(monkeypatch, tmp_path, "seed=0,1", f"+target.template_options.key={secret}") == 1
     kept = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(kept) == 2  # Hydra's and ours
+    assert len(kept) == 4  # Hydra's, our table and what the two jobs left
     assert not any(secret in text for text in kept)
 
 

@@ -87,12 +87,13 @@ def _run_command_line() -> int:
     from hydra.types import RunMode
     from omegaconf import OmegaConf
 
-    from train.sweep import SweepJob, print_sweep, strike_out_secrets
+    from train.cli_sweep import SweepFolder
+    from train.sweep import SweepJob, keep_job, kept_jobs, print_sweep, strike_out_secrets
 
     show_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach us instead of being printed by Hydra
-    jobs: list[SweepJob] = []
-    sweep_dirs: list[Path] = []
+    SweepFolder.started = None
+    codes: list[int] = []
     own_process = os.getpid()
 
     def job(settings: "DictConfig") -> float | None:
@@ -104,15 +105,14 @@ def _run_command_line() -> int:
         overrides = [str(one) for one in typed]
         # Of a sweep's job, what starts it alone; it may run in a process of a launcher, too.
         argv = ["train", *overrides] if is_sweep else sys.argv
+        sweep_dir = Path(hydra_settings.sweep.dir)
         if is_sweep:
-            strike_out_secrets(Path(hydra_settings.sweep.dir))
+            strike_out_secrets(sweep_dir)
         outcome = _run_job(settings, argv, is_sweep=is_sweep, show_traceback=show_traceback)
-        if outcome.exit_code and os.getpid() != own_process:
-            raise RuntimeError(outcome.message)  # a launcher's process: only it can be told
-        jobs.append(SweepJob(overrides, outcome))
+        codes.append(outcome.exit_code)
         if is_sweep:
-            sweep_dirs.append(Path(hydra_settings.sweep.dir))
-            if outcome.exit_code > STOPPED:
+            keep_job(sweep_dir, hydra_settings.job.num, SweepJob(overrides, outcome))
+            if outcome.exit_code > STOPPED and os.getpid() == own_process:
                 raise KeyboardInterrupt  # whoever stopped this job does not want the next one
         return outcome.score
 
@@ -121,11 +121,12 @@ def _run_command_line() -> int:
     try:
         code = _start(command, show_traceback=show_traceback)
     except KeyboardInterrupt:
-        if not jobs:
+        if not codes:
             raise
-    if sweep_dirs:
-        print_sweep(jobs, sweep_dirs[0])
-    return max(code, *(one.outcome.exit_code for one in jobs), 0)
+    if SweepFolder.started and (jobs := kept_jobs(SweepFolder.started)):
+        print_sweep(jobs, SweepFolder.started)
+        codes = [one.outcome.exit_code for one in jobs]
+    return max(code, *codes, 0)
 
 
 def _start(command: Callable[[], None], *, show_traceback: bool) -> int:
@@ -141,7 +142,7 @@ def _start(command: Callable[[], None], *, show_traceback: bool) -> int:
             raise
         if isinstance(error, CONFIG_ERRORS):
             return _failed(2, explain(error, TrainConfig)).exit_code
-        return _failed(1, str(error)).exit_code  # of a job in a launcher's process
+        return _failed(1, str(error)).exit_code  # of a launcher, such as a job that was killed
     return 0
 
 

@@ -1,5 +1,6 @@
 """A sweep's jobs side by side, when all of them are done."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from train.provenance import redacted
 from train.run_dir import write_atomically
 
 SUMMARY = "sweep.md"
+JOBS = "jobs"  # how each job ended, a file each: jobs may run in other processes
 HYDRAS_OWN = "multirun.yaml"  # everything that was typed, as Hydra keeps it
 
 
@@ -30,6 +32,31 @@ class SweepJob(NamedTuple):
 
     overrides: list[str]
     outcome: Outcome
+
+
+def forget_jobs(folder: Path) -> None:
+    """Of an earlier sweep into the same folder, whose table is made anew too."""
+    for path in (folder / JOBS).glob("*.json"):
+        path.unlink()
+
+
+def keep_job(folder: Path, number: int, job: SweepJob) -> None:
+    """Leaves how a job ended in the sweep's folder."""
+    outcome = job.outcome._asdict() | {"run_dir": job.outcome.run_dir and str(job.outcome.run_dir)}
+    path = folder / JOBS / f"{number:04d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, redacted(json.dumps({"overrides": job.overrides, "outcome": outcome})))
+
+
+def kept_jobs(folder: Path) -> list[SweepJob]:
+    """All jobs that ended, in their order."""
+    jobs = []
+    for path in sorted((folder / JOBS).glob("*.json")):
+        kept = json.loads(path.read_text())
+        run_dir = kept["outcome"].pop("run_dir")
+        outcome = Outcome(**kept["outcome"], run_dir=run_dir and Path(run_dir))
+        jobs.append(SweepJob(kept["overrides"], outcome))
+    return jobs
 
 
 def own_overrides(jobs: Sequence[SweepJob]) -> list[str]:
