@@ -13,6 +13,7 @@ tokens that are ours are counted (16-bit arithmetic parts at near-ties). Prefill
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from specdec_runtime import SpeculativeDecoder, load_drafter, load_target
 from specdec_runtime.model_names import resolve_model
 from specdec_runtime.pretrained import load_module
 from specdec_runtime.target import Target
-from train.export.engines import python_of
+from train.export.engines import DRIVERS, python_of
 from train.export.for_vllm import speculative_config
 from train.export.gguf_model import write_gguf
 
@@ -151,7 +152,12 @@ def child(engine: str, settings: dict[str, Any], stack: ExitStack) -> Decode:
     """A program of `server_children` in its engine's environment, loaded and waiting."""
     command = [str(python_of(engine)), str(CHILDREN / f"{engine}_child.py")]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, text=True
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=sys.stderr,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(DRIVERS)},
     )
     stack.enter_context(process)
     stack.callback(process.kill)

@@ -1,6 +1,7 @@
 """What drafters on the target's own states share in training: `eagle3` and `parallel`."""
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -82,7 +83,7 @@ def take_target_ends(network: Any, parts: TargetParts) -> None:
     network.lm_head.requires_grad_(False)
 
 
-class StateRecipe:
+class StateRecipe(ABC):
     """A drafter under training that reads layers of the target; see `distill.recipe.Recipe`.
 
     A kind says how its start is solved, how its folder is loaded, what its objective is, what runs it
@@ -100,17 +101,17 @@ class StateRecipe:
         self._settings = settings
         self._parts = parts
 
+    @abstractmethod
     def _solve(self, examples: Sequence[Example]) -> None:
         """Fits the module to the examples, in place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _load(self, folder: str) -> Any:
         """The network of a folder of this kind."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _objective(self, target_head: TargetHead, loss: LossConfig) -> Objective:
         """What is minimised; the head is on the module's device."""
-        raise NotImplementedError
 
     @property
     def _draft_rows(self) -> Tensor | None:

@@ -5,9 +5,9 @@ The first line of standard input are settings, each further one a batch; a line 
 
 import json
 import sys
-import urllib.request
 
 import xllamacpp
+from drive_llamacpp import post  # of train/export/drivers, which lie on the path
 
 
 def main() -> None:
@@ -40,13 +40,7 @@ def completion(address: str, prompt: list[int], max_new_tokens: int) -> list[int
         "return_tokens": True,
         "cache_prompt": False,
     }
-    call = urllib.request.Request(
-        f"{address}/completion",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(call) as answer:
-        return json.load(answer)["tokens"]
+    return post(f"{address}/completion", body)["tokens"]
 
 
 if __name__ == "__main__":

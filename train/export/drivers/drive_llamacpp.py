@@ -47,11 +47,13 @@ def complete(
         "return_tokens": True,
         "cache_prompt": False,
     }
-    call = urllib.request.Request(
-        f"{address}/completion",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
+    return post(f"{address}/completion", body)
+
+
+def post(url: str, body: dict) -> dict:
+    """The server's answer."""
+    headers = {"Content-Type": "application/json"}
+    call = urllib.request.Request(url, data=json.dumps(body).encode(), headers=headers)
     with urllib.request.urlopen(call) as answer:
         return json.load(answer)
 
@@ -86,13 +88,8 @@ def main() -> None:
 
 
 def tokenize(address: str, text: str) -> list[int]:
-    call = urllib.request.Request(
-        f"{address}/tokenize",
-        data=json.dumps({"content": text, "add_special": False, "parse_special": True}).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(call) as answer:
-        return json.load(answer)["tokens"]
+    body = {"content": text, "add_special": False, "parse_special": True}
+    return post(f"{address}/tokenize", body)["tokens"]
 
 
 if __name__ == "__main__":
