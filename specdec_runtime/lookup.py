@@ -4,7 +4,7 @@ A kind says where it looks (`RowLookup`, one for each row); whatever it finds is
 tokens (one-hot). It reads committed tokens only, so nothing has to be rolled back.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,6 +13,8 @@ from specdec_runtime.branches import Branch
 from specdec_runtime.chain import certain_chains
 from specdec_runtime.draft import Draft
 from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.draft_vocabulary import Proposable
+from specdec_runtime.sampling import Sampler
 from specdec_runtime.tree_drafting import certain_trees
 from specdec_runtime.tree_growth import TreeShape
 
@@ -23,8 +25,8 @@ class RowLookup(Protocol):
     def continuation(self, tokens: list[int], limit: int) -> list[int]:
         """What to draft, at most `limit` tokens; [] = nothing was found."""
 
-    def branches(self, tokens: list[int], limit: int) -> Branch:
-        """Everything that was found, each at most `limit` tokens long."""
+    def branches(self, tokens: list[int], limit: int) -> Iterable[tuple[Sequence[int], float]]:
+        """Everything that was found, each at most `limit` tokens long, and its votes."""
 
     def commit(self, tokens: list[int]) -> None:
         """Take note of what has become final."""
@@ -33,8 +35,9 @@ class RowLookup(Protocol):
 class LookupSession:
     """One source a row."""
 
-    def __init__(self, sources: Sequence[RowLookup]) -> None:
+    def __init__(self, sources: Sequence[RowLookup], sampler: Sampler) -> None:
         self._sources = sources
+        self._proposable = Proposable(sampler)
 
     def propose(
         self,
@@ -44,7 +47,7 @@ class LookupSession:
         features: dict[int, Tensor] | None = None,
     ) -> Draft:
         found = [
-            self._sources[row].continuation(tokens, lengths.limit(member))
+            self._proposable.part(self._sources[row].continuation(tokens, lengths.limit(member)))
             for member, (row, tokens) in enumerate(zip(rows, committed, strict=True))
         ]
         return certain_chains(found, lengths)
@@ -58,7 +61,12 @@ class LookupSession:
         features: dict[int, Tensor] | None = None,
     ) -> Draft:
         branches = [
-            self._sources[row].branches(tokens, min(limit, shape.num_nodes))
+            Branch.merged(
+                (self._proposable.part(following), votes)
+                for following, votes in self._sources[row].branches(
+                    tokens, min(limit, shape.num_nodes)
+                )
+            )
             for row, tokens, limit in zip(rows, committed, limits, strict=True)
         ]
         return certain_trees(branches, limits, shape)

@@ -154,11 +154,12 @@ def _checked_prompt(target: Target, prompt: Any, row: int) -> list[int]:
         raise ValueError(f"prompt {row} is a {kind}: expected text or a list of ids") from None
     if not ids:
         raise ValueError(f"prompt {row} is empty: give at least one token")
-    wrong = [token for token in ids if not 0 <= token < target.model.vocab_size]
+    # The rows of a padded head have embeddings that mean nothing, and a drafter may lack them.
+    wrong = [token for token in ids if not 0 <= token < target.real_vocab_size]
     if wrong:
         raise ValueError(
             f"prompt {row} holds token id {wrong[0]}, the target knows 0 to "
-            f"{target.model.vocab_size - 1}: encode it with the target's tokenizer"
+            f"{target.real_vocab_size - 1}: encode it with the target's tokenizer"
         )
     if len(ids) >= target.model.max_positions:
         raise ValueError(

@@ -18,6 +18,7 @@ from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import BestFirstTree, StaticTree
 from tests.conftest import tiny_llama
 from tests.table_model import ScriptedDrafter, TableModel
+from tests.test_sampling import make_sampler
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15, 16], list(range(20, 37)), [3, 60, 3, 60, 3]]
 NUM_TOKENS = 20
@@ -252,13 +253,14 @@ def test_trees_from_a_drafter_of_chains_are_refused_before_any_pass():
 def test_prompt_lookup_copies_the_newest_occurrence_and_follows_loops():
     #         0  1  2  3  4  5  6  7  8
     tokens = [1, 2, 9, 1, 2, 3, 4, 1, 2]
-    session = PromptLookupDrafter(max_ngram=2).begin(1, 100, None)
+    session = PromptLookupDrafter(max_ngram=2).begin(1, 100, make_sampler())
     assert proposed(session, tokens, 3) == [3, 4, 1]
     # The text ends inside the match: what was just proposed is copied on.
-    session = PromptLookupDrafter().begin(1, 100, None)
+    session = PromptLookupDrafter().begin(1, 100, make_sampler())
     assert proposed(session, [7, 5, 6, 5, 6], 5) == [5, 6, 5, 6, 5]
-    assert proposed(PromptLookupDrafter().begin(1, 100, None), [1, 2, 3], 3) == []
-    assert proposed(PromptLookupDrafter(min_ngram=2).begin(1, 9, None), [1, 2, 1], 3) == []
+    assert proposed(PromptLookupDrafter().begin(1, 100, make_sampler()), [1, 2, 3], 3) == []
+    session = PromptLookupDrafter(min_ngram=2).begin(1, 9, make_sampler())
+    assert proposed(session, [1, 2, 1], 3) == []
 
 
 def proposed(session, tokens, count):

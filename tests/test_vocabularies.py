@@ -6,8 +6,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec_runtime import native
 from specdec_runtime.decode import SpeculativeDecoder
+from specdec_runtime.drafters.causal_lm import CausalLMDrafter
+from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
+from specdec_runtime.hf_model import HFModel
 from specdec_runtime.loading import load_drafter, load_target
+from specdec_runtime.target import Target
 from specdec_runtime.tree_growth import StaticTree
+from tests.conftest import tiny_llama
+from tests.table_model import TableModel
 from tests.tiny_tokenizers import byte_level_tokenizer
 
 TOKENIZER = byte_level_tokenizer([" the", " cat"])
@@ -86,3 +93,63 @@ def test_a_drafter_that_cannot_read_what_the_target_writes_is_refused(target, tm
     folder = save(tmp_path / "drafter", padding=-4)
     with pytest.raises(ValueError, match=f"embeds {REAL - 4} ids, the target writes {REAL}, id"):
         load_drafter(folder, target, engine=engine)
+
+
+@pytest.mark.parametrize("shape", [3, StaticTree((2, 2))], ids=["chain", "tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_lookup_proposes_only_what_the_target_can_write(shape, temperature):
+    # 7 has no string, 8 is padding, 9 and -1 are of another tokenizer, 3 is forbidden by the call.
+    target = Target(
+        model=TableModel.by_token(torch.full((9, 9), 1 / 9)),
+        real_vocab_size=8,
+        unused_token_ids=(7,),
+    )
+    never = (7, 8, 9, -1, 3)
+    corpus = [[token, 5, wrong, 5] for wrong in never for token in range(7)]
+    in_prompt = [part for token in range(7) for part in (token, 5, 3)]
+    for drafter, prompt in (
+        (SuffixLookupDrafter(corpus=corpus, min_match=1, tokens_per_match=9.0), [4]),
+        (PromptLookupDrafter(), in_prompt),
+    ):
+        seen = []
+        propose = drafter.begin
+        drafter.begin = lambda *a, f=propose, s=seen: watched(f(*a), s)
+        text = SpeculativeDecoder(target, drafter, num_draft_tokens=shape).generate(
+            [prompt],
+            max_new_tokens=12,
+            temperature=temperature,
+            seed=0,
+            logit_bias={3: -torch.inf, 5: 1.0},
+        )
+        assert text.stats.num_drafted > 0
+        assert 5 in seen
+        assert not {*seen, *text.token_ids[0]} & {*never}
+
+
+def watched(session, seen):
+    """The session, which notes what it proposes."""
+
+    def noting(propose):
+        def note(*arguments):
+            draft = propose(*arguments)
+            for tokens, count in zip(draft.token_ids, draft.num_drafted, strict=True):
+                seen.extend(tokens[: int(count)].tolist())
+            return draft
+
+        return note
+
+    session.propose, session.propose_trees = map(noting, (session.propose, session.propose_trees))
+    return session
+
+
+def test_what_has_no_string_is_refused_in_prompts_and_draft_vocabularies():
+    target = Target(model=HFModel(tiny_llama(0)), real_vocab_size=60)
+    small = CausalLMDrafter(HFModel(tiny_llama(1, num_layers=1, vocab_size=60)))  # cannot read 61
+    with pytest.raises(ValueError, match="prompt 0 holds token id 61, the target knows 0 to 59"):
+        SpeculativeDecoder(target, small).generate([[5, 61, 6]], max_new_tokens=4)
+    kept = torch.tensor([5, 6, 60])
+    reduced = HFModel(tiny_llama(1), head_rows=kept)
+    with pytest.raises(ValueError, match="names ids 5 to 60, the target writes 0 to 59"):
+        SpeculativeDecoder(target, CausalLMDrafter(reduced, draft_vocab=kept)).generate(
+            [[5]], max_new_tokens=4
+        )

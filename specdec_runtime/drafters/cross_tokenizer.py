@@ -9,6 +9,7 @@ Two ways, both lossless (Timor et al. 2025, arXiv:2502.05202):
 Shapes: b rows, n of them in a pass, V the target's real vocabulary, W the drafter's head rows.
 """
 
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from specdec_runtime.chain import certain_chains, draft_chain
 from specdec_runtime.draft import Draft
 from specdec_runtime.draft_length import LengthRound
+from specdec_runtime.draft_vocabulary import Proposable
 from specdec_runtime.engines import Engine, make_model
 from specdec_runtime.model import Cache, CausalModel, right_padded
 from specdec_runtime.model_names import resolve_model
@@ -188,6 +190,10 @@ class _Session:
 class TextDraftSession(_Session):
     """Drafts text and re-encodes it."""
 
+    def __init__(self, drafter: CrossTokenizerDrafter, batch_size: int, sampler: Sampler) -> None:
+        super().__init__(drafter, batch_size, sampler)
+        self._proposable = Proposable(sampler)
+
     def propose(
         self,
         rows: list[int],
@@ -213,8 +219,8 @@ class TextDraftSession(_Session):
         ]
         return certain_chains(found, lengths)
 
-    def _in_target_tokens(self, row: int, tokens: list[int], written: list[int]) -> list[int]:
-        """What was written, re-encoded: up to the first id that the target's head does not have."""
+    def _in_target_tokens(self, row: int, tokens: list[int], written: list[int]) -> Sequence[int]:
+        """What was written, re-encoded: up to the first id that the target does not write."""
         eos = self._drafter.tokenizer.eos_token_id
         target_eos = self._drafter.target_tokenizer.eos_token_id
         ends = eos in written
@@ -222,8 +228,7 @@ class TextDraftSession(_Session):
         token_ids = self._texts[row].to_target(tokens, text)
         if ends and target_eos is not None:
             token_ids = [*token_ids, target_eos]
-        wrong = [i for i, token in enumerate(token_ids) if token >= self._sampler.vocab_size]
-        return token_ids[: wrong[0]] if wrong else token_ids
+        return self._proposable.part(token_ids)
 
 
 class TokenDraftSession(_Session):

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specdec_runtime.branches import Branch
 from specdec_runtime.engines import Engine
 from specdec_runtime.lookup import LookupSession
 from specdec_runtime.sampling import Sampler
@@ -45,7 +44,7 @@ class PromptLookupDrafter:
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> LookupSession:
         sizes = range(self.min_ngram, self.max_ngram + 1)
-        return LookupSession([_NgramIndex(sizes) for _ in range(batch_size)])
+        return LookupSession([_NgramIndex(sizes) for _ in range(batch_size)], sampler)
 
 
 def load(
@@ -68,11 +67,10 @@ class _NgramIndex:
         end = next((end for _, end in self._matches(tokens)), None)
         return [] if end is None else continuation(tokens, end, limit)
 
-    def branches(self, tokens: list[int], limit: int) -> Branch:
+    def branches(self, tokens: list[int], limit: int) -> Iterator[tuple[list[int], float]]:
         """What followed the newest occurrences; those of a longer suffix lead."""
-        return Branch.merged(
-            (continuation(tokens, end, limit), float(size)) for size, end in self._matches(tokens)
-        )
+        for size, end in self._matches(tokens):
+            yield continuation(tokens, end, limit), float(size)
 
     def commit(self, tokens: list[int]) -> None:
         """Nothing: what is final is indexed when it is next looked up."""

@@ -8,12 +8,11 @@ Deterministic, so its drafts are certain tokens (one-hot). What is known of earl
 changes which tokens are proposed, never the law of the text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-from specdec_runtime.branches import Branch
 from specdec_runtime.engines import Engine
 from specdec_runtime.lookup import LookupSession
 from specdec_runtime.occurrences import Occurrences
@@ -64,7 +63,7 @@ class SuffixLookupDrafter:
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> LookupSession:
         memory = self.corpus if self.remembers else None
-        return LookupSession([_SuffixIndex(self, memory) for _ in range(batch_size)])
+        return LookupSession([_SuffixIndex(self, memory) for _ in range(batch_size)], sampler)
 
     def forgetful(self) -> "SuffixLookupDrafter":
         """The same drafter, knowing what this one knows, that does not learn."""
@@ -104,15 +103,13 @@ class _SuffixIndex:
         ]
         return max(found, key=lambda continuation: sum(continuation.survival)).token_ids
 
-    def branches(self, tokens: list[int], limit: int) -> Branch:
+    def branches(self, tokens: list[int], limit: int) -> Iterator[tuple[list[int], float]]:
         """All occurrences; the longer the match, the more its vote counts."""
-        return Branch.merged(
-            (following, float(length))
-            for source in self._sources(tokens)
+        for source in self._sources(tokens):
             for following, length in source.continuations(
                 tokens, limit, tokens_per_match=self._drafter.tokens_per_match
-            )
-        )
+            ):
+                yield following, float(length)
 
     def commit(self, tokens: list[int]) -> None:
         if self._memory is not None:
