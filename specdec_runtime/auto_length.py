@@ -149,9 +149,11 @@ def time_passes(
     for turn in range(num_passes + 1):
         for k, taken in enumerate(times):
             begun = time.perf_counter()
-            output = model.forward(new[:, : k + 1], cache)
-            assert output.logits is not None
-            output.logits.argmax(-1).tolist()  # waits for the device, as the decoder does
+            output = model.forward(
+                new[:, : k + 1], cache, logits=False, likeliest_of=model.vocab_size
+            )
+            assert output.likeliest is not None
+            output.likeliest.tolist()  # waits for the device, as the decoder does
             if turn:
                 taken.append(time.perf_counter() - begun)
             cache.truncate([start] * batch_size)

@@ -25,6 +25,7 @@ from specdec_runtime.masks import additive, attention_mask
 from specdec_runtime.model import ModelOutput
 from specdec_runtime.recurrent_cache import RecurrentCache
 from specdec_runtime.recurrent_pass import forward_recurrent
+from specdec_runtime.sampling import likeliest_columns
 
 _NO_LIMIT = 1 << 30  # positions of a model whose configuration names no limit
 
@@ -99,6 +100,7 @@ class HFModel:
         rows: Sequence[int] | None = None,
         last_only: bool = False,
         logits: bool = True,
+        likeliest_of: int | None = None,
         hidden_layers: Sequence[int] = (),
         positions: Tensor | None = None,
         visible: Tensor | None = None,
@@ -107,36 +109,35 @@ class HFModel:
         early_head: bool = False,
     ) -> ModelOutput:
         """See `CausalModel.forward`."""
+        wanted: dict[str, Any] = {
+            "num_new": num_new,
+            "rows": rows,
+            "last_only": last_only,
+            "logits": logits or likeliest_of is not None,
+            "hidden_layers": hidden_layers,
+        }
         if isinstance(cache, RecurrentCache):
             if visible is not None or layers is not None:
                 raise ValueError(
                     "recurrent layers read a text from its start to its end: for this target draft "
                     "chains, with another model or a lookup"
                 )
-            return forward_recurrent(
-                self._forward,
+            output = forward_recurrent(self._forward, token_ids, cache, **wanted)
+        else:
+            output = self._forward(
                 token_ids,
                 cache,
-                num_new=num_new,
-                rows=rows,
-                last_only=last_only,
-                logits=logits,
-                hidden_layers=hidden_layers,
+                positions=positions,
+                visible=visible,
+                layers=layers,
+                hidden_in=hidden_in,
+                early_head=early_head,
+                **wanted,
             )
-        return self._forward(
-            token_ids,
-            cache,
-            num_new=num_new,
-            rows=rows,
-            last_only=last_only,
-            logits=logits,
-            hidden_layers=hidden_layers,
-            positions=positions,
-            visible=visible,
-            layers=layers,
-            hidden_in=hidden_in,
-            early_head=early_head,
-        )
+        if likeliest_of is None or output.logits is None:
+            return output
+        likeliest = likeliest_columns(output.logits[..., :likeliest_of])
+        return output._replace(logits=output.logits if logits else None, likeliest=likeliest)
 
     def _forward(
         self,

@@ -35,10 +35,11 @@ def right_padded(texts: Sequence[Sequence[int]]) -> NewTokens:
 
 
 class ModelOutput(NamedTuple):
-    """What one forward pass returns; every tensor is float32 whatever the model computes in."""
+    """What one forward pass returns; numbers are float32 whatever the model computes in."""
 
     logits: Tensor | None  # [b, Q, V], or [b, 1, V] with last_only; None if not asked for
     hidden: dict[int, Tensor]  # layer k -> [b, Q, D]: the residual after k layers; -1 = head input
+    likeliest: Tensor | None = None  # [b, Q] int64, or [b, 1]: columns of the largest logits
 
 
 class Cache(Protocol):
@@ -92,6 +93,7 @@ class CausalModel(Protocol):
         rows: Sequence[int] | None = None,
         last_only: bool = False,
         logits: bool = True,
+        likeliest_of: int | None = None,
         hidden_layers: Sequence[int] = (),
         positions: Tensor | None = None,
         visible: Tensor | None = None,
@@ -106,8 +108,10 @@ class CausalModel(Protocol):
             cache: a `Cache` from `new_cache` of this model; its lengths grow by `num_new`.
             num_new: [b] int64 in [1, Q]; None = all Q.
             rows: which cache rows take part, ascending; None = all, in order.
-            last_only: return logits of the last real token of each row only.
-            logits: False skips the head.
+            last_only: score the last real token of each row only.
+            logits: False returns none; where nothing else is scored it skips the head.
+            likeliest_of: n: return which of the first n logits is the largest (the lowest of equal
+                ones), which costs less than to return them all. None = not asked for.
             hidden_layers: which hidden states to return, k in [0, num_layers] or -1.
             positions: [b, Q] int64 positions, where they are not lengths + 0..Q-1 (trees).
             visible: [b, Q, Q] bool: which of the new tokens each new token sees (trees); None =

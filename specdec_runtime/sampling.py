@@ -200,7 +200,7 @@ class Sampler:
 
 
 def likeliest_columns(scores: Tensor) -> Tensor:
-    """[N] of [N, n]; the lowest of equal ones."""
+    """[...] of [..., n]; the lowest of equal ones."""
     if scores.device.type != "cpu":
         return scores.argmax(-1)
     # Ten times as fast as torch's on a CPU, and no barrier of threads; the same ids.

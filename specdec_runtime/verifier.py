@@ -8,13 +8,13 @@ Shapes: b rows, K drafted tokens of the longest draft (N nodes of the largest tr
 """
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specdec_runtime.draft import Draft
-from specdec_runtime.model import Cache, CausalModel, right_padded
+from specdec_runtime.model import Cache, CausalModel, ModelOutput, right_padded
 from specdec_runtime.sampling import NO_TOKEN, Sampler
 from specdec_runtime.tree_drafting import tree_inputs
 from specdec_runtime.trees import DraftTree, verify_tree
@@ -70,6 +70,12 @@ class Verifier:
         self._rule = rule
         self._most = most
         self._hidden_layers = hidden_layers
+        # Of chains: where the largest logit is all that counts, the others are left out.
+        is_plain = sampler.is_plain_greedy
+        self._scores: dict[str, Any] = {
+            "logits": not is_plain,
+            "likeliest_of": sampler.vocab_size if is_plain else None,
+        }
 
     def prefill(self, rows: list[int], prompts: list[list[int]]) -> Verdict:
         """Read the prompts; the first token of every row."""
@@ -81,9 +87,9 @@ class Verifier:
             rows=rows,
             last_only=True,
             hidden_layers=self._hidden_layers,
+            **self._scores,
         )
-        assert output.logits is not None
-        tokens = self._first_tokens(output.logits[:, 0], rows, prompts).tolist()  # waits
+        tokens = self._first_tokens(output, rows, prompts).tolist()  # waits
         kept, tokens = self._up_to_impossible([[] for _ in rows], tokens, width=1)
         return Verdict(kept, tokens, [0] * len(rows), output.hidden)
 
@@ -109,32 +115,42 @@ class Verifier:
             hidden_layers=self._hidden_layers,
             layers=self._layers_left(draft),
             hidden_in=draft.exit_hidden,
+            **self._scores,
         )
-        assert output.logits is not None
         judge = self._judge_greedily if self._sampler.all_greedy else self._judge_by_rule
-        kept, following = judge(rows, committed, draft, output.logits)
+        kept, following = judge(rows, committed, draft, output)
         return Verdict(kept, following, draft.num_drafted.tolist(), output.hidden)
 
     def _judge_greedily(
-        self, rows: list[int], committed: list[list[int]], draft: Draft, logits: Tensor
+        self, rows: list[int], committed: list[list[int]], draft: Draft, output: ModelOutput
     ) -> tuple[list[list[int]], list[int]]:
         """The drafts that each row keeps and the token behind them, on the host."""
-        width = logits.shape[1]  # K + 1
-        every, histories = self._contexts(rows, committed, draft)
-        choices = self._sampler.argmax(logits.flatten(0, 1), every, histories).view(-1, width)
-        chosen = choices.tolist()  # the round's one wait for the device
+        chosen = self._choices(rows, committed, draft, output).tolist()  # the round's one wait
         drafted, counts = draft.token_ids.tolist(), draft.num_drafted.tolist()
         kept, following = [], []
         for choice, tokens, count in zip(chosen, drafted, counts, strict=True):
             num_accepted = verify_greedy(tokens[:count], choice)
             kept.append(tokens[:num_accepted])
             following.append(choice[num_accepted])
-        return self._up_to_impossible(kept, following, width)
+        return self._up_to_impossible(kept, following, width=draft.token_ids.shape[1] + 1)
+
+    def _choices(
+        self, rows: list[int], committed: list[list[int]], draft: Draft, output: ModelOutput
+    ) -> Tensor:
+        """[b, K + 1] the target's token behind the pending one and behind every draft."""
+        if output.likeliest is not None:
+            return output.likeliest
+        assert output.logits is not None
+        every, histories = self._contexts(rows, committed, draft)
+        choices = self._sampler.argmax(output.logits.flatten(0, 1), every, histories)
+        return choices.view(output.logits.shape[:2])
 
     def _judge_by_rule(
-        self, rows: list[int], committed: list[list[int]], draft: Draft, logits: Tensor
+        self, rows: list[int], committed: list[list[int]], draft: Draft, output: ModelOutput
     ) -> tuple[list[list[int]], list[int]]:
         """As `_judge_greedily`, where any row samples."""
+        logits = output.logits
+        assert logits is not None
         num_rows, width, _ = logits.shape  # width = K + 1
         device, draft_ids = logits.device, draft.token_ids.to(logits.device)
         every, histories = self._contexts(rows, committed, draft)
@@ -216,7 +232,14 @@ class Verifier:
         """The layers that have not seen the draft yet; None = all."""
         return None if draft.exit_layer is None else (draft.exit_layer, self._model.num_layers)
 
-    def _first_tokens(self, logits: Tensor, rows: list[int], prompts: list[list[int]]) -> Tensor:
+    def _first_tokens(
+        self, output: ModelOutput, rows: list[int], prompts: list[list[int]]
+    ) -> Tensor:
+        """[b] what follows the prompts."""
+        if output.likeliest is not None:
+            return output.likeliest[:, 0]
+        assert output.logits is not None
+        logits = output.logits[:, 0]
         histories = prompts if self._sampler.needs_history else None
         if self._sampler.all_greedy:
             return self._sampler.argmax(logits, rows, histories)

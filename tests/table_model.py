@@ -66,6 +66,7 @@ class TableModel:
         num_new=None,
         rows=None,
         last_only=False,
+        likeliest_of=None,
         positions=None,
         **_,
     ) -> ModelOutput:
@@ -81,7 +82,9 @@ class TableModel:
         if last_only:
             last = (counts - 1)[:, None]
             positions, token_ids = positions.gather(1, last), token_ids.gather(1, last)
-        return ModelOutput(self.logits_at(positions, token_ids).float(), {})
+        logits = self.logits_at(positions, token_ids).float()
+        likeliest = None if likeliest_of is None else logits[..., :likeliest_of].argmax(-1)
+        return ModelOutput(logits, {}, likeliest)
 
 
 class ScriptedDrafter:

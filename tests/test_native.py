@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from specdec_runtime import native
+from specdec_runtime.hf_model import HFModel
 from specdec_runtime.int8_grid import round_matrices
 from specdec_runtime.native import NativeLinear, NativeModel, build
 
@@ -148,6 +149,40 @@ def test_any_number_of_new_tokens_gives_the_same_bits(name, dtype):
         parts = [model.forward(part, cache).logits[0] for part in ids.split(width, dim=1)]
         assert torch.equal(torch.cat(parts), expected), width
     assert torch.equal(model.forward(ids, model.new_cache(1, 60)).logits[0], expected)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_likeliest_columns_are_those_of_the_logits_and_the_lowest_of_equal_ones(threads):
+    hf, model = tied_heads()
+    torch.set_num_threads(threads)
+    ids, counts = random_ids(3, 9), torch.tensor([9, 1, 4])
+    for num_choices, last_only in ((131, False), (131, True), (60, False), (1, True)):
+        arguments = {"num_new": counts, "last_only": last_only, "likeliest_of": num_choices}
+        both = model.forward(ids, model.new_cache(3, 9), **arguments)
+        alone = model.forward(ids, model.new_cache(3, 9), logits=False, **arguments)
+        wanted = both.logits[..., :num_choices].argmax(-1)
+        assert torch.equal(both.likeliest, wanted)
+        assert alone.logits is None
+        assert torch.equal(alone.likeliest, wanted)
+        slow = hf.forward(ids, hf.new_cache(3, 9), logits=False, **arguments)
+        real = torch.arange(wanted.shape[1]) < (1 if last_only else counts[:, None])
+        assert slow.logits is None
+        assert torch.equal(slow.likeliest[real.expand_as(wanted)], wanted[real.expand_as(wanted)])
+
+
+def tied_heads():
+    """A model in both engines whose columns 0..59 come again as 60..119."""
+    module = make_hf(CONFIGS["llama"])
+    with torch.no_grad():
+        module.lm_head.weight[60:120] = module.lm_head.weight[:60]
+    return HFModel(module), NativeModel.from_hf(module)
+
+
+def test_the_likeliest_of_no_columns_or_of_more_than_there_are_is_refused():
+    model = make_native()
+    for num_choices in (0, 132):
+        with pytest.raises(ValueError, match="expected 1 to 131 columns"):
+            model.forward(random_ids(1, 2), model.new_cache(1, 2), likeliest_of=num_choices)
 
 
 def test_prompts_longer_than_one_segment():

@@ -53,9 +53,9 @@ class Request(ctypes.Structure):
     _fields_ = [
         ("token_ids", c_void_p), ("num_new", c_void_p), ("cache_rows", c_void_p),
         ("positions", c_void_p), ("visible", c_void_p), ("hidden_in", c_void_p),
-        ("logits", c_void_p), ("hidden_out", POINTER(c_void_p)),
+        ("logits", c_void_p), ("likeliest", c_void_p), ("hidden_out", POINTER(c_void_p)),
         ("rows", c_int64), ("width", c_int64), ("first_layer", c_int64), ("end_layer", c_int64),
-        ("last_only", c_int64), ("threads", c_int64),
+        ("last_only", c_int64), ("num_choices", c_int64), ("threads", c_int64),
     ]  # fmt: skip
 
 

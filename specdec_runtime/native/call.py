@@ -137,3 +137,14 @@ class Call:
         self.request.logits = abi.pointer(self.logits)
         self.request.last_only = last_only
         return self.logits
+
+    def want_likeliest(self, num_choices: int, last_only: bool) -> Tensor:
+        if not 0 < num_choices <= self.packed.model.num_logits:
+            raise ValueError(
+                f"likeliest_of={num_choices}: expected 1 to {self.packed.model.num_logits} columns"
+            )
+        self.likeliest = torch.empty(self.batch, 1 if last_only else self.width, dtype=torch.int64)
+        self.request.likeliest = abi.pointer(self.likeliest)
+        self.request.num_choices = num_choices
+        self.request.last_only = last_only
+        return self.likeliest

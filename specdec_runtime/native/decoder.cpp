@@ -69,8 +69,9 @@ struct Request {
     const float* hidden_in;     // [rows, width, D] or null: the embedding
     // Outputs; what belongs to padding is set to 0, so that no stray NaN gets into a caller's sums.
     float* logits;              // [rows, width or 1, num_logits] or null
+    int64_t* likeliest;         // [rows, width or 1] or null: the largest of the first num_choices
     float* const* hidden_out;  // [num_layers + 2] of [rows, width, D] or null; last: after the norm
-    int64_t rows, width, first_layer, end_layer, last_only, threads;
+    int64_t rows, width, first_layer, end_layer, last_only, num_choices, threads;
 };
 
 // One new token, where it goes and what it sees.
@@ -81,6 +82,9 @@ struct Token {
     const uint8_t* visible;    // [width] or null
     const int64_t* positions;  // [width] or null: of all new tokens of the row
     float* logits;             // [num_logits] or null
+    int64_t* likeliest;        // or null
+
+    bool is_scored() const { return logits != nullptr || likeliest != nullptr; }
 };
 
 // Neighbouring tokens of one row whose attention is computed together.
@@ -97,6 +101,7 @@ constexpr int64_t MAX_TOKENS_NORMALISED_ALONE = 8;
 // The activations of one segment. Kept by each calling thread: no page faults from call to call.
 struct Buffers {
     std::vector<float> residual, embedded, fused, normed, wanted, qkv, attended, gated, cosine, sine, scores;
+    std::vector<Largest> largest;  // [threads, tokens whose scores are wanted]
 
     void resize(std::vector<float>& buffer, int64_t size) {
         if (int64_t(buffer.size()) < size) buffer.resize(size);
@@ -122,7 +127,7 @@ class Segment {
     const std::vector<Token>& tokens;
     Buffers& buffers;
     std::vector<QueryBlock> blocks;
-    std::vector<int64_t> logit_tokens;  // tokens whose logits are wanted
+    std::vector<int64_t> scored_tokens;  // tokens whose logits, or the largest of them, are wanted
     int64_t num_tokens, hidden_stride, head_stride, qkv_stride, attended_stride, gated_stride;
     int64_t heads_per_task, scores_stride, scratch_size;
 
@@ -177,7 +182,7 @@ Segment::Segment(const Model& model, const Cache& cache, const Request& request,
         if (!same_row || blocks.back().count == block_tokens) blocks.push_back({t, 0});
         ++blocks.back().count;
         longest = std::max(longest, tokens[t].slot + 1);
-        if (tokens[t].logits != nullptr) logit_tokens.push_back(t);
+        if (tokens[t].is_scored()) scored_tokens.push_back(t);
     }
     // Few tasks: one per head, so that all threads have work. The arithmetic is the same.
     const bool few = int64_t(blocks.size()) * model.num_kv_heads < 4 * request.threads;
@@ -192,7 +197,9 @@ Segment::Segment(const Model& model, const Cache& cache, const Request& request,
         buffers.resize(buffers.embedded, num_tokens * hidden_stride);
         buffers.resize(buffers.fused, num_tokens * 2 * hidden_stride);
     }
-    buffers.resize(buffers.wanted, int64_t(logit_tokens.size()) * hidden_stride);
+    buffers.resize(buffers.wanted, int64_t(scored_tokens.size()) * hidden_stride);
+    if (request.likeliest != nullptr)
+        buffers.largest.assign(request.threads * scored_tokens.size(), Largest{});
     buffers.resize(buffers.qkv, num_tokens * qkv_stride);
     buffers.resize(buffers.attended, num_tokens * attended_stride);
     buffers.resize(buffers.gated, num_tokens * gated_stride);
@@ -209,7 +216,7 @@ void Segment::run_in_team(Team& team) {
         run_layer<Weight>(team, layer);
     }
     write_hidden(team, request.end_layer, buffers.residual.data());
-    if (!logit_tokens.empty() || request.hidden_out[model.num_layers + 1] != nullptr)
+    if (!scored_tokens.empty() || request.hidden_out[model.num_layers + 1] != nullptr)
         run_head<Weight>(team);
 }
 
@@ -441,21 +448,35 @@ template <class Weight>
 void Segment::run_head(Team& team) {
     const float* normed = normalise(team, model.norm_final);
     write_hidden(team, model.num_layers + 1, normed);
-    const int64_t count = int64_t(logit_tokens.size());
+    const int64_t count = int64_t(scored_tokens.size());
     if (count == 0) return;
-    if (count < num_tokens) {  // the rows that need logits, side by side
+    if (count < num_tokens) {  // the rows that are scored, side by side
         team.share(count, [&](int64_t i) {
-            std::copy_n(normed + logit_tokens[i] * hidden_stride, hidden_stride,
+            std::copy_n(normed + scored_tokens[i] * hidden_stride, hidden_stride,
                         &buffers.wanted[i * hidden_stride]);
         });
         normed = buffers.wanted.data();
     }
-    matrix_product<Weight>(team, model.head, normed, hidden_stride, count, 1,
-                           [this](int64_t row, int64_t first, int64_t width, const float* product) {
-                               const int64_t real = std::min(width, model.num_logits - first);
-                               std::copy_n(product, std::max<int64_t>(real, 0),
-                                           tokens[logit_tokens[row]].logits + first);
-                           });
+    matrix_product<Weight>(
+        team, model.head, normed, hidden_stride, count, 1,
+        [this, count](int64_t row, int64_t first, int64_t width, const float* product) {
+            const Token& token = tokens[scored_tokens[row]];
+            const auto real = [&](int64_t columns) {
+                return std::clamp<int64_t>(columns - first, 0, width);
+            };
+            if (token.logits != nullptr)
+                std::copy_n(product, real(model.num_logits), token.logits + first);
+            if (token.likeliest != nullptr)
+                buffers.largest[omp_get_thread_num() * count + row].look_at(
+                    product, real(request.num_choices), first);
+        });
+    if (request.likeliest != nullptr)
+        team.share(count, [&](int64_t i) {
+            Largest largest;
+            for (size_t place = i; place < buffers.largest.size(); place += count)
+                largest.merge(buffers.largest[place]);
+            *tokens[scored_tokens[i]].likeliest = largest.index;
+        });
 }
 
 std::vector<Token> list_tokens(const Model& model, const Cache& cache, const Request& request) {
@@ -467,12 +488,13 @@ std::vector<Token> list_tokens(const Model& model, const Cache& cache, const Req
             request.positions ? request.positions + r * request.width : nullptr;
         for (int64_t j = 0; j < count; ++j) {
             const int64_t index = r * request.width + j;
-            float* logits = nullptr;
-            if (request.logits != nullptr && (!request.last_only || j == count - 1))
-                logits = request.logits + (request.last_only ? r : index) * model.num_logits;
-            tokens.push_back({row, past + j, positions ? positions[j] : past + j, past, index,
-                              request.visible ? request.visible + index * request.width : nullptr,
-                              positions, logits});
+            const int64_t place = request.last_only ? r : index;
+            const bool is_scored = !request.last_only || j == count - 1;
+            tokens.push_back(
+                {row, past + j, positions ? positions[j] : past + j, past, index,
+                 request.visible ? request.visible + index * request.width : nullptr, positions,
+                 is_scored && request.logits ? request.logits + place * model.num_logits : nullptr,
+                 is_scored && request.likeliest ? request.likeliest + place : nullptr});
         }
     }
     return tokens;
@@ -484,6 +506,8 @@ void clear_padding(const Model& model, const Request& request) {
         const int64_t count = request.width - request.num_new[r];
         if (request.logits != nullptr && !request.last_only)
             std::fill_n(request.logits + first * model.num_logits, count * model.num_logits, 0.0f);
+        if (request.likeliest != nullptr && !request.last_only)
+            std::fill_n(request.likeliest + first, count, 0);
         for (int64_t k = 0; k < model.num_layers + 2; ++k)
             if (request.hidden_out[k] != nullptr)
                 std::fill_n(request.hidden_out[k] + first * model.hidden_size,

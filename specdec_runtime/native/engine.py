@@ -88,6 +88,7 @@ class NativeModel:
         rows: Indices | None = None,
         last_only: bool = False,
         logits: bool = True,
+        likeliest_of: int | None = None,
         hidden_layers: Sequence[int] = (),
         positions: Tensor | None = None,
         visible: Tensor | None = None,
@@ -109,11 +110,14 @@ class NativeModel:
         has_head = early_head or call.request.end_layer == self.num_layers
         hidden = call.want_hidden(hidden_layers, has_head)
         scores = call.want_logits(last_only) if logits and has_head else None
+        likeliest = None
+        if likeliest_of is not None and has_head:
+            likeliest = call.want_likeliest(likeliest_of, last_only)
         call.check()
         abi.decoder().draftloop_forward(
             byref(self._packed.model), byref(cache.structure), byref(call.request)
         )
-        return ModelOutput(logits=scores, hidden=hidden)
+        return ModelOutput(logits=scores, hidden=hidden, likeliest=likeliest)
 
     def greedy_chain(
         self,

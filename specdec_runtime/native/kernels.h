@@ -233,17 +233,38 @@ inline float softmax_numerators(float* scores, int64_t begin, int64_t end) {
     return 1.0f / sum_lanes(sum);
 }
 
-// Index of the largest value; the lowest one where several are equal.
-inline int64_t argmax(const float* values, int64_t count) {
+inline float largest_of(const float* values, int64_t count) {
     Vec16 largest = broadcast(-INFINITY);
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) largest = maximum(largest, load(values + i));
     float best = largest_lane(largest);
     for (; i < count; ++i) best = std::max(best, values[i]);
+    return best;
+}
+
+// Index of the largest value; the lowest one where several are equal.
+inline int64_t argmax(const float* values, int64_t count) {
+    const float best = largest_of(values, count);
     for (int64_t j = 0; j < count; ++j)
         if (values[j] == best) return j;
     return 0;
 }
+
+// The largest of values that come in parts and in any order; the lowest index where several are equal.
+struct Largest {
+    float value = -INFINITY;
+    int64_t index = 0;
+
+    void merge(const Largest& other) {
+        if (other.value > value || (other.value == value && other.index < index)) *this = other;
+    }
+    // values[0] has the index `first`.
+    void look_at(const float* values, int64_t count, int64_t first) {
+        if (count == 0 || largest_of(values, count) < value) return;  // nearly always
+        const int64_t place = argmax(values, count);
+        merge({values[place], first + place});
+    }
+};
 
 // Softmax probability of the largest of the values.
 inline float probability(const float* values, int64_t count, float largest) {
