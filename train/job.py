@@ -1,5 +1,6 @@
 """What every stage of a run works with."""
 
+import logging
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from train.config import TrainConfig
 from train.interrupts import StopRequest
 from train.progress import StageProgress, stage_progress
 from train.run_log import RunLog
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -31,7 +34,8 @@ class Job:
         return Checkpoints(self.run_dir, keep_last=self.config.training.keep_last)
 
     def say(self, text: str) -> None:
-        """One line for whoever watches; the main process speaks."""
+        """One line for whoever watches, which the main process shows; all of them log it."""
+        log.info(text)
         if self.accelerator.is_main_process:
             print(text, file=sys.stderr, flush=True)
 

@@ -1,8 +1,9 @@
-"""One progress display for every stage: a rich bar with time left, or plain lines in a log file.
+"""One progress display for every stage: a rich bar with time left on a terminal, else plain lines.
 
-Plain lines are used where standard error is no terminal; they come at most every PLAIN_EVERY_S.
+Plain lines, at most every PLAIN_EVERY_S, go to the log of every process in any case.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -19,29 +20,33 @@ from rich.progress import (
 )
 
 PLAIN_EVERY_S = 10.0
+log = logging.getLogger(__name__)
 
 
 class StageProgress:
-    """What a stage reports to: `update(done, total, note)`. Silent on all but the main process."""
+    """What a stage reports to: `update(done, total, note)`. This one is silent."""
 
     def update(self, done: float, total: float | None = None, note: str = "") -> None:
         """`done` of `total` units (tokens, steps, prompts); `note` is a short text behind it."""
 
 
 class _RichProgress(StageProgress):
-    def __init__(self, bar: Progress, name: str, total: float | None) -> None:
-        self._bar = bar
+    def __init__(self, bar: Progress, name: str, total: float | None, plain: StageProgress) -> None:
+        self._bar, self._plain = bar, plain
         self._task = bar.add_task(name, total=total, note="")
 
     def update(self, done: float, total: float | None = None, note: str = "") -> None:
         self._bar.update(self._task, completed=done, note=note)
         if total is not None:
             self._bar.update(self._task, total=total)
+        self._plain.update(done, total, note)
 
 
 class _PlainProgress(StageProgress):
-    def __init__(self, name: str, total: float | None) -> None:
-        self._name, self._total = name, total
+    """Lines for the log, and for standard error where they are shown."""
+
+    def __init__(self, name: str, total: float | None, *, show: bool) -> None:
+        self._name, self._total, self._show = name, total, show
         self._start = self._last = time.monotonic()
         self._first_done: float | None = None
 
@@ -53,7 +58,10 @@ class _PlainProgress(StageProgress):
         if now - self._last < PLAIN_EVERY_S:
             return
         self._last = now
-        print(f"{self._name}: {self._position(done, now)}{note}", file=sys.stderr, flush=True)
+        line = f"{self._name}: {self._position(done, now)}{note}"
+        log.info(line)
+        if self._show:
+            print(line, file=sys.stderr, flush=True)
 
     def _position(self, done: float, now: float) -> str:
         assert self._first_done is not None
@@ -69,11 +77,11 @@ class _PlainProgress(StageProgress):
 def stage_progress(
     name: str, total: float | None = None, *, show: bool = True
 ) -> Iterator[StageProgress]:
-    """The display of one stage, for the length of the block."""
-    if not show:
-        yield StageProgress()
-    elif not sys.stderr.isatty():
-        yield _PlainProgress(name, total)
+    """The display of one stage, for the length of the block; only the main process shows it."""
+    is_terminal = show and sys.stderr.isatty()
+    plain = _PlainProgress(name, total, show=show and not is_terminal)
+    if not is_terminal:
+        yield plain
     else:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
@@ -81,7 +89,7 @@ def stage_progress(
             *columns, *times, TextColumn("{task.fields[note]}"), console=Console(stderr=True)
         )
         with bar:
-            yield _RichProgress(bar, name, total)
+            yield _RichProgress(bar, name, total, plain)
 
 
 def duration(seconds: float) -> str:

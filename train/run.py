@@ -1,13 +1,10 @@
 """A whole run: the folder, the stages in order, and what is left behind however it ends."""
 
 import json
-import logging
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +27,7 @@ from train.material import prepare
 from train.out_of_memory import memory_advice
 from train.parts import is_sharding
 from train.plan import describe, measure_machine, planned_stages
+from train.process_log import kept_in_log, remarks_shown
 from train.processes import check_accelerate, on_main
 from train.provenance import command_line, redacted
 from train.run_dir import SUMMARY, RunChoice, choose_run, open_run, write_atomically
@@ -72,7 +70,7 @@ def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
     transformers_logging.set_verbosity_error()
     check_tracker(config.tracking)
     accelerator = _accelerator(config)
-    with StopRequest() as stop, _own_logs_shown(accelerator.is_main_process):
+    with StopRequest() as stop, remarks_shown(accelerator.is_main_process):
         choice = on_main(accelerator, lambda: _choose(config))
         if choice.finished:
             return _already_finished(choice.path, show=accelerator.is_main_process)
@@ -86,7 +84,7 @@ def run(config: TrainConfig, config_yaml: str, argv: list[str]) -> RunResult:
         )
         job = Job(config=config, log=log, accelerator=accelerator, run_dir=choice.path, stop=stop)
         try:
-            with memory_advice(job):
+            with kept_in_log(choice.path, accelerator), memory_advice(job):
                 return _run_stages(job)
         except Interrupted as stopped:
             log.finish(exit_code=128 + stopped.signum)
@@ -174,22 +172,6 @@ def _run_stages(job: Job) -> RunResult:
         (job.run_dir / TRACEBACK).unlink(missing_ok=True)
         job.say(f"finished in {summary['seconds'] / 60:.1f} min; drafter: {folder}")
     return RunResult(summary["acceptance_length"], summary["exact"], job.run_dir)
-
-
-@contextmanager
-def _own_logs_shown(is_main: bool) -> Iterator[None]:
-    """What our packages log, on standard error: plans and remarks of what the stages call."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    loggers = [logging.getLogger(name) for name in ("distill", "eval", "specdec_runtime")]
-    for logger in loggers if is_main else []:
-        logger.setLevel(logging.INFO)
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
 
 
 def _plain(config_yaml: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ runs/<name>/<time>/
     config.yaml        every setting, resolved; secrets struck out
     provenance.json    command, git commit, versions, hardware
     metrics.jsonl      training metrics                     (train/run_log.py)
+    logs/              what each process said, a file each  (train/process_log.py)
     checkpoints/ best  what training continues from         (train/checkpoint.py)
     drafter/           the folder that gets served          (train/export)
     eval/              results.json, report.html, report.md (eval)
