@@ -2,12 +2,15 @@
 
 import json
 import os
+import random
 import resource
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,16 +19,20 @@ from torch import nn
 from tests.toy_training import (
     ToyBatch,
     ToyTerms,
+    as_rank,
     cross_entropy,
     exit_codes,
     forked,
     micro_batch,
+    ran_by_two,
     run_toy,
     toy_parts,
     weights,
     write_toy_drafter,
 )
-from train.checkpoint import MANIFEST, WEIGHTS, Checkpoints, TrainState
+from train.checkpoint import MANIFEST, OPTIMIZER, WEIGHTS, Checkpoints, TrainState
+from train.interrupts import Interrupted, StopRequest
+from train.rng import seed_everything
 from train.run_log import read_metrics
 from train.session import resume, save
 
@@ -42,10 +49,17 @@ class Case:
 
 
 CASES = [
-    # Case I1: in an epoch, at its last step, at its border, in the next one.
-    Case(1, 25, 42, 8, (("batch", 11), ("batch", 24), ("batch", 25), ("batch", 38))),
-    # In the middle of a step, while saving, and in the middle of a step of a later epoch.
-    Case(4, 25, 30, 6, (("batch", 9 * 4 + 2), ("saving", 18), ("batch", 26 * 4 + 1))),
+    # Case I1: in an epoch, before its last step, in it, in the next epoch; the run goes on into a third.
+    Case(1, 125, 260, 30, (("batch", 37), ("batch", 124), ("batch", 125), ("batch", 200))),
+    # In the middle of a step and while saving. Epochs end inside steps: 125 is the first batch of step
+    # 32 and the last one of an epoch, 126 the second of that step and the first of the next epoch.
+    Case(
+        4,
+        125,
+        66,
+        6,
+        (("batch", 38), ("saving", 18), ("batch", 125), ("batch", 126), ("batch", 203)),
+    ),
 ]
 
 
@@ -119,7 +133,7 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, c
     ends = [Checkpoints(folder, keep_last=2).newest()[0] for folder in (whole, killed)]
     assert ends[0] is not None
     assert ends[1] is not None
-    for file in (WEIGHTS, "optimizer.safetensors"):
+    for file in (WEIGHTS, OPTIMIZER):
         first, second = (load_file(end.folder / file) for end in ends)
         assert first.keys() == second.keys()
         assert all(torch.equal(first[name], second[name]) for name in first)
@@ -128,6 +142,48 @@ def test_a_killed_and_resumed_run_equals_the_uninterrupted_one(tmp_path: Path, c
     lines = [(folder / "metrics.jsonl").read_text().splitlines() for folder in (whole, killed)]
     steps = [[(r["kind"], r["step"]) for r in map(json.loads, text)] for text in lines]
     assert steps[0] == steps[1]
+
+
+def stopped_and_continued(rank: int, port: int, folder: Path) -> None:
+    """An undisturbed run of two processes, and one that a signal to the second of them stops."""
+    as_rank(rank, port)
+    for name, stop_at in (("whole", 0), ("stopped", 4), ("stopped", 0)):
+        taken: list[ToyBatch] = []
+
+        def objective(
+            drafter: nn.Module, batch: ToyBatch, *, taken: list = taken, stop_at: int = stop_at
+        ) -> ToyTerms:
+            taken.append(batch)
+            if rank == 1 and len(taken) == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return cross_entropy(drafter, batch)
+
+        parts = toy_parts(objective=objective)
+        seed_everything(3, rank)  # other dropout on each
+        expected = pytest.raises(Interrupted) if stop_at else nullcontext()
+        with StopRequest() as stop, expected as stopped:
+            run_toy(folder / name, parts, max_steps=8, save_every=100, stop=stop)
+        if stopped is not None:
+            assert stopped.value.signum == signal.SIGTERM  # on both
+            assert len(taken) < 8
+
+
+def test_a_signal_to_one_process_stops_all_and_each_goes_on_with_its_random_state(tmp_path: Path):
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+    assert ran_by_two(stopped_and_continued, tmp_path) == [0, 0]
+    ends = [Checkpoints(tmp_path / n, keep_last=2).newest()[0] for n in ("whole", "stopped")]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    assert ends[0].state.step == ends[1].state.step == 8
+    for file in (WEIGHTS, OPTIMIZER):
+        first, second = (load_file(end.folder / file) for end in ends)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["rng.0.cpu"], first["rng.1.cpu"])
+    losses = [[r.get("loss") for r in read_metrics(tmp_path / n)] for n in ("whole", "stopped")]
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 9  # of each step, once, and a measurement
 
 
 def saved_run(run_dir: Path, steps: int = 6) -> Checkpoints:
@@ -245,13 +301,38 @@ def test_moments_step_count_and_rate_come_back(tmp_path: Path):
     assert all(torch.equal(v, weights(second)[k]) for k, v in weights(first).items())
 
 
-def test_keys_carry_no_wrapper_prefix_and_fit_a_compiled_drafter(tmp_path: Path):
-    parts = toy_parts()
-    parts.drafter.compile(backend="eager")
-    save(Checkpoints(tmp_path, keep_last=2), parts, TrainState(max_steps=1), write_toy_drafter)
+@pytest.mark.parametrize("is_compiled", [(True, False), (False, True)], ids=["before", "behind"])
+def test_keys_carry_no_wrapper_prefix_whether_compiled_or_not(
+    tmp_path: Path, is_compiled: tuple[bool, bool]
+):
+    first, second = toy_parts(), toy_parts()
+    for parts, compiled in zip((first, second), is_compiled, strict=True):
+        if compiled:
+            parts.drafter.compile(backend="eager")
+    checkpoints = Checkpoints(tmp_path, keep_last=2)
+    with torch.no_grad():
+        first.drafter.head.bias.fill_(0.25)
+    save(checkpoints, first, TrainState(max_steps=1), write_toy_drafter)
     saved = load_file(tmp_path / "checkpoints" / "step-00000000" / WEIGHTS)
     assert set(saved) == {"embed.weight", "head.weight", "head.bias"}
-    assert resume(Checkpoints(tmp_path, keep_last=2), toy_parts(), identity={}, say=str)
+    assert resume(checkpoints, second, identity={}, say=str)
+    assert all(torch.equal(v, weights(first)[k]) for k, v in weights(second).items())
+
+
+def test_every_random_state_comes_back(tmp_path: Path):
+    parts, checkpoints = toy_parts(), Checkpoints(tmp_path, keep_last=1)
+
+    def drawn() -> tuple[float, float, float, float]:
+        of_numpy = float(np.random.standard_normal())  # keeps a second number for the next call
+        return random.random(), random.gauss(0, 1), of_numpy, float(torch.rand(()))
+
+    drawn()
+    save(checkpoints, parts, TrainState(max_steps=9), write_toy_drafter)
+    expected = drawn()
+    again = toy_parts()  # seeds anew
+    assert drawn() != expected
+    assert resume(checkpoints, again, identity={}, say=str)
+    assert drawn() == expected
 
 
 def test_another_target_data_set_or_process_count_is_refused(tmp_path: Path):

@@ -5,7 +5,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from tests.toy_training import (
     ToyBatch,
     ToyDrafter,
     ToyTerms,
+    as_rank,
     cross_entropy,
     exit_codes,
     forked,
@@ -37,6 +38,7 @@ from train.metrics import MetricSums
 from train.optim import OptimConfig, Schedule, learning_rate_at, make_optimizer
 from train.parts import Parts
 from train.precision import Precision
+from train.processes import from_all
 from train.rng import capture_rng, seed_everything
 from train.run_log import read_metrics
 from train.session import resume, save
@@ -81,6 +83,19 @@ def test_accumulated_gradient_equals_that_of_one_batch_with_all_tokens():
     )
 
     assert float(step.grad_norm) == pytest.approx(float(expected), abs=SAME_STEP)
+
+
+def test_gradients_are_cut_to_the_norm_that_is_set():
+    norms, cut = [], []
+    for limit in (1e9, 0.05):
+        parts = toy_parts(dropout=0.0, accumulation_steps=2, max_grad_norm=limit)
+        state = TrainState(max_steps=9)
+        step = optimizer_step(parts, state, OptimConfig(), MetricSums(), stop_requested=False)
+        norms.append(float(step.grad_norm))
+        first = [v for k, v in parts.updates.moments().items() if k.endswith("exp_avg")]
+        cut.append(float(torch.nn.utils.get_total_norm(first)) / (1 - OptimConfig().betas[0]))
+    assert norms[0] == norms[1]  # before clipping
+    assert cut == pytest.approx([norms[0], 0.05], rel=1e-3)
 
 
 def test_a_step_lowers_the_loss_on_repeated_data():
@@ -335,9 +350,7 @@ def test_measurements_say_what_share_of_the_time_they_take(tmp_path: Path):
 def gloo_worker(rank: int, port: int, out: Path, case: "Case") -> None:
     """20 steps as one of several ranks, with a stop and a restart in the middle."""
     if case.processes > 1:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        os.environ |= {"WORLD_SIZE": str(case.processes), "MASTER_PORT": str(port)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1"}
+        as_rank(rank, port, case.processes)
     if case.zero_stage:
         os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true"}
         os.environ |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": str(case.zero_stage)}
@@ -347,21 +360,41 @@ def gloo_worker(rank: int, port: int, out: Path, case: "Case") -> None:
         os.environ |= {"FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}
         os.environ |= {"FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}
     checkpoints = Checkpoints(out.with_suffix(".run"), keep_last=1)
-    state = TrainState(max_steps=20, processes=case.processes)
-    losses = []
+    state = TrainState(max_steps=20, processes=case.processes, num_micro_batches=NUM_MICRO_BATCHES)
+    steps: list[tuple[float, float | None, float]] = []
+    taken: list[str] = []
     for _ in range(2):
-        parts = toy_parts(dropout=0.0, accumulation_steps=case.accumulation_steps)
+        parts = toy_parts(
+            dropout=0.0,
+            accumulation_steps=case.accumulation_steps,
+            objective=counting_some,
+            micro_batches=numbered,
+        )
         assert parts.accelerator.num_processes == case.processes
         assert is_fsdp(parts.accelerator) == case.sharded
         assert is_zero(parts.accelerator) == bool(case.zero_stage)
         state = resume(checkpoints, parts, identity={}, say=str) or state
         for _ in range(10):
             sums = MetricSums()
-            optimizer_step(parts, state, STEADY, sums, stop_requested=False)
-            losses.append(sums.reduce(parts.accelerator)["loss"])
+            step = optimizer_step(parts, state, STEADY, sums, stop_requested=False)
+            ratios = sums.reduce(parts.accelerator)
+            steps.append((ratios["loss"], ratios.get("some"), step.learning_rate))
+            taken += [name for ids in from_all(parts.accelerator, step.ids) for name in ids]
         save(checkpoints, parts, state, write_toy_drafter)
     if rank == 0:
-        out.write_text(json.dumps(losses))
+        out.write_text(json.dumps({"steps": steps, "taken": taken}))
+
+
+def numbered(number: int) -> ToyBatch:
+    return replace(micro_batch(number), ids=[str(number)])
+
+
+def counting_some(drafter: nn.Module, batch: ToyBatch) -> ToyTerms:
+    """Something is counted in every fifth batch only."""
+    terms = cross_entropy(drafter, batch)
+    if int(batch.ids[0]) % 5 == 0:
+        terms.counts["some"] = (torch.tensor(int(batch.ids[0])), torch.tensor(batch.num_tokens))
+    return terms
 
 
 @dataclass(frozen=True)
@@ -373,11 +406,22 @@ class Case:
 
 
 STEADY = OptimConfig(learning_rate=6e-4)
+NUM_MICRO_BATCHES = 77  # of 20 steps of 4: the data ends with a batch for one process alone
 CASES = (Case(1, 4), Case(2, 2), Case(4, 1), Case(2, 2, sharded=True))
 
 
-def run_processes(out: Path, case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """(loss of every step, weights and moments of the last checkpoint)."""
+@dataclass(frozen=True)
+class End:
+    """What a run came to."""
+
+    losses: list[float]  # of every step
+    some: list[float | None]  # what is not counted in every batch
+    rates: list[float]
+    taken: list[str]  # micro-batches by number
+    saved: dict[str, torch.Tensor]  # weights and moments of the last checkpoint
+
+
+def run_processes(out: Path, case: Case) -> End:
     with free_port() as port:
         ranks = range(case.processes)
         codes = exit_codes([forked(gloo_worker, rank, port, out, case) for rank in ranks])
@@ -386,19 +430,27 @@ def run_processes(out: Path, case: Case) -> tuple[list[float], dict[str, torch.T
     assert newest is not None
     moments = load_file(newest.folder / OPTIMIZER)
     saved = {k: v.float() for k, v in moments.items() if k.startswith("optimizer.")}
-    return json.loads(out.read_text()), load_file(newest.folder / WEIGHTS) | saved
+    found = json.loads(out.read_text())
+    losses, some, rates = zip(*found["steps"], strict=True)
+    return End(
+        [*losses], [*some], [*rates], found["taken"], load_file(newest.folder / WEIGHTS) | saved
+    )
 
 
 def require_same_steps(folder: Path, cases: Sequence[Case]) -> None:
-    """That all of them end with the losses, weights and moments of the first one."""
+    """That all of them take every batch once and end with the losses, rates, weights and moments of
+    the first one."""
     ends = [run_processes(folder / f"{number}.json", case) for number, case in enumerate(cases)]
-    losses, saved = ends[0]
-    assert len(losses) == 20
-    for other_losses, other in ends[1:]:
-        assert other_losses == pytest.approx(losses, abs=SAME_STEP)
-        assert other.keys() == saved.keys()  # whole tensors under plain names
-        for name, values in saved.items():
-            assert (values - other[name]).abs().max() <= SAME_STEP, name
+    first = ends[0]
+    assert len(first.losses) == 20
+    assert first.rates[-1] == pytest.approx(STEADY.learning_rate * STEADY.final_fraction)
+    for end in ends:
+        assert sorted(map(int, end.taken)) == list(range(NUM_MICRO_BATCHES))
+        assert (end.some, end.rates) == (first.some, first.rates)
+        assert end.losses == pytest.approx(first.losses, abs=SAME_STEP)
+        assert end.saved.keys() == first.saved.keys()  # whole tensors under plain names
+        for name, values in first.saved.items():
+            assert (values - end.saved[name]).abs().max() <= SAME_STEP, name
 
 
 def test_any_number_of_processes_sharded_or_not_takes_the_same_steps(tmp_path: Path):

@@ -4,6 +4,7 @@ Real training sessions on it (start or resume, train, save) take milliseconds.
 """
 
 import multiprocessing
+import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,6 +68,18 @@ def exit_codes(processes: Sequence[BaseProcess]) -> list[int | None]:
     return codes
 
 
+def as_rank(rank: int, port: int, processes: int = 2) -> None:
+    """Makes this process one of a group, as torchrun would."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def ran_by_two(worker: Callable[..., None], *arguments: object) -> list[int | None]:
+    """Exit codes of `worker(rank, port, *arguments)` as both ranks of a group."""
+    with free_port() as port:
+        return exit_codes([forked(worker, rank, port, *arguments) for rank in (0, 1)])
+
+
 def _on_one_thread(function: Callable[..., None], *arguments: object) -> None:
     torch.set_num_threads(1)
     function(*arguments)
@@ -128,6 +141,7 @@ def toy_parts(
     objective: Callable[[nn.Module, ToyBatch], ToyTerms] = cross_entropy,
     micro_batches: Callable[[int], ToyBatch] = micro_batch,
     precision: Precision = Precision.fp32,
+    max_grad_norm: float = 1.0,
 ) -> Parts:
     seed_everything(3)
     accelerator = Accelerator(cpu=True)
@@ -138,7 +152,7 @@ def toy_parts(
         ToyDrafter(dropout),
         objective,
         micro_batches,
-        optim=OptimConfig(),
+        optim=OptimConfig(max_grad_norm=max_grad_norm),
         accumulation_steps=accumulation_steps,
         precision=precision,
     )
@@ -169,10 +183,14 @@ def run_toy(
     """A session of a toy run: starts or resumes, trains, saves."""
     checkpoints = Checkpoints(run_dir, keep_last=2)
     state = resume(checkpoints, parts, identity={"data": "toy"}, say=lambda sentence: None)
-    log = RunLog(run_dir, TrackingConfig(), is_main=True, name="toy", config={})
+    accelerator = parts.accelerator
+    is_main = accelerator.is_main_process
+    log = RunLog(run_dir, TrackingConfig(), is_main=is_main, name="toy", config={})
     log.continue_after(state.step if state else -1)
     if state is None:
-        state = TrainState(max_steps=max_steps, identity={"data": "toy"})
+        state = TrainState(
+            max_steps=max_steps, processes=accelerator.num_processes, identity={"data": "toy"}
+        )
     try:
         train(
             parts,

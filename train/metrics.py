@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from distill.objective import Terms
+from train.processes import from_all
 
 
 class MetricSums:
@@ -30,11 +31,14 @@ class MetricSums:
             self._add(name, numerator, denominator)
 
     def totals(self, accelerator: Accelerator) -> dict[str, list[float]]:
-        """The sums over all ranks so far, exactly, for a checkpoint."""
-        if not self._sums:
+        """The sums over all ranks so far, exactly, for a checkpoint; every rank calls it."""
+        # Where the data ends a rank may have counted nothing, or nothing of a kind.
+        names = sorted({name for own in from_all(accelerator, [*self._sums]) for name in own})
+        if not names:
             return {}
-        names = sorted(self._sums)  # the same order on every rank
-        sums = torch.stack([self._sums[name] for name in names])
+        nothing = torch.zeros(2, dtype=torch.float64)
+        own = [self._sums.get(name, nothing).to(accelerator.device) for name in names]
+        sums = torch.stack(own)
         if accelerator.num_processes > 1:
             sums = accelerator.reduce(sums, reduction="sum")
         return dict(zip(names, sums.tolist(), strict=True))
