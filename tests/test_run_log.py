@@ -134,6 +134,8 @@ class StandIn:
     def __init__(self) -> None:
         self.begun: list[dict] = []
         self.logged: list[tuple[int | None, dict]] = []
+        self.ended: list[tuple[str, int]] = []  # (id, exit code)
+        self.summary: dict = {}
 
     def init(self, **settings):
         self.begun.append(settings)
@@ -141,6 +143,9 @@ class StandIn:
 
     def log(self, values, step=None):
         self.logged.append((step, values))
+
+    def finish(self, exit_code):
+        self.ended.append((self.begun[-1]["id"], exit_code))
 
     def Settings(self, **settings):
         return SimpleNamespace(base_url="https://localhost", **settings)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.test_config import composed
+from tests.test_run_log import StandIn
 from tests.toy_training import ToyBatch, ToyTerms, cross_entropy, run_toy, score_of, toy_parts
 from train.checkpoint import WEIGHTS, Checkpoints
 from train.cli import main
@@ -103,6 +104,7 @@ def toy_stages(seen: list[str]) -> Callable[[Job], RunResult]:
 
         parts = toy_parts(objective=objective)
         run_toy(job.run_dir, parts, max_steps=6)
+        job.log.finish(exit_code=0)
         return RunResult(score_of(parts) + job.config.seed, True, job.run_dir)
 
     return stages
@@ -112,13 +114,21 @@ def test_a_failing_job_fails_the_sweep_and_the_one_behind_it_equals_a_run_of_its
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     seen: list[str] = []
+    wandb = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(
+        "train.run.check_tracker", lambda tracking: None
+    )  # it looks for the package
+    monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("train.run._run_stages", toy_stages(seen))
     monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
     scores, codes = [], []
     for folder, overrides in (("sweep", ["-m", "seed=0,1,2"]), ("alone", ["seed=2"])):
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
-        monkeypatch.setattr(sys, "argv", ["train", *overrides, "+experiment=smoke"])
+        monkeypatch.setattr(
+            sys, "argv", ["train", *overrides, "+experiment=smoke", "tracking=wandb"]
+        )
         with pytest.raises(SystemExit) as ended:
             main()
         codes.append(ended.value.code)
@@ -126,6 +136,9 @@ def test_a_failing_job_fails_the_sweep_and_the_one_behind_it_equals_a_run_of_its
         scores.append(load_file(Checkpoints(newest, keep_last=2).newest()[0].folder / WEIGHTS))
     assert codes == [1, 0]
     assert seen == ["seed=1: RuntimeError: the device is gone"]
+    names, ended = zip(*wandb.ended, strict=True)
+    assert ended == (0, 1, 0, 0)  # each job is a run of its own there, the failed one is marked
+    assert len(set(names[:3])) == 3
     assert capsys.readouterr().err.count("error: the device is gone") == 1
     (table,) = tmp_path.glob("sweep/runs/sweeps/*/sweep.md")
     lines = table.read_text().splitlines()[2:]
