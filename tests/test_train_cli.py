@@ -28,7 +28,9 @@ from distill.prefixes import read_prefixes
 from distill.templates import ChatTemplate
 from eval.sampling_check import sampling_checks
 from eval.trackers import Value
+from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.formats import read_manifest
+from specdec_runtime.loading import load_drafter, load_target
 from specdec_runtime.tiny_target import byte_tokenizer
 from tests.toy_prompts import write_prompts
 from train.cli import help_text, main
@@ -165,6 +167,23 @@ def test_the_folder_loads_with_the_plain_library_and_names_its_target(smoke: Smo
     assert manifest.measured["acceptance_length_held_out_t0"] >= 1
     assert manifest.target.fingerprint
     assert "load_drafter" in (folder / "README.md").read_text()
+
+
+def test_every_checkpoint_is_a_drafter_for_the_runtime_as_it_is(smoke: Smoke):
+    target = load_target("tiny-random")
+    folders = sorted(smoke.run_dir.glob("checkpoints/step-*/drafter"))
+    assert len(folders) >= 2
+    for folder in folders:
+        decoder = SpeculativeDecoder(target, load_drafter(folder, target), num_draft_tokens=2)
+        found = decoder.generate([[5, 6, 7]], max_new_tokens=6, eos_token_id=[])
+        assert found.stats.num_drafted > 0
+
+
+def test_the_log_of_the_run_has_both_sessions(smoke: Smoke):
+    text = (smoke.run_dir / "logs" / "rank0.log").read_text()
+    assert text.count("INFO rank 0 of 1, process") == 2
+    assert "ERROR Interrupted: stopped by SIGTERM" in text
+    assert "INFO continuing after step" in text
 
 
 def test_metrics_cover_every_stage_without_repetition(smoke: Smoke):
