@@ -13,6 +13,7 @@ from specdec_runtime.hf_model import HFModel
 from specdec_runtime.retokenized import Retokenized
 from specdec_runtime.target import Target
 from specdec_runtime.token_bytes import _sentencepiece, shared_tokens, token_bytes
+from specdec_runtime.tree_growth import StaticTree
 from tests.table_model import TableModel
 from tests.tiny_tokenizers import byte_level_tokenizer
 from tests.toy_decodes import Paths, generated_law
@@ -59,6 +60,68 @@ def test_a_drafter_that_knows_the_text_is_accepted_in_its_own_tokens(mode):
     # Text that ends inside a token, or tokens that only one side has, cost some drafts.
     least = 0.7 if mode == "text" else 0.2
     assert generation.stats.acceptance_rate > least
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_drafting_stops_where_the_drafters_positions_end(mode):
+    # Case A5; the table notices a position past its last one.
+    target_ids, draft_ids = TARGET_TOKENIZER(TEXT).input_ids, DRAFT_TOKENIZER(TEXT).input_ids
+    target = Target(
+        model=TableModel.reciting(target_ids, len(TARGET_TOKENIZER)), tokenizer=TARGET_TOKENIZER
+    )
+    draft = TableModel.reciting(draft_ids, len(DRAFT_TOKENIZER), max_positions=40)
+    drafter = CrossTokenizerDrafter(draft, DRAFT_TOKENIZER, TARGET_TOKENIZER, mode=mode)
+    prompt = TARGET_TOKENIZER("So the cat").input_ids
+    found = SpeculativeDecoder(target, drafter, num_draft_tokens=4).generate(
+        [prompt], max_new_tokens=80
+    )
+    assert prompt + found.token_ids[0] == target_ids[: len(prompt) + 80]
+    assert found.stats.num_accepted > 0
+    assert not any(entry.drafted[0] for entry in found.rounds[-20:])
+
+
+def test_trees_stop_where_the_drafters_positions_end():
+    target = Target(
+        model=tiny(TARGET_TOKENIZER, 0),
+        tokenizer=TARGET_TOKENIZER,
+        real_vocab_size=len(TARGET_TOKENIZER),
+    )
+    draft = tiny(DRAFT_TOKENIZER, 1)
+    draft.max_positions = 24
+    drafter = CrossTokenizerDrafter(draft, DRAFT_TOKENIZER, TARGET_TOKENIZER, mode="tokens")
+    plain, drafted = (
+        SpeculativeDecoder(target, one, num_draft_tokens=StaticTree((3, 3, 1))).generate(
+            ["So the cat"], max_new_tokens=30
+        )
+        for one in (None, drafter)
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.rounds[0].drafted[0] > 0 == drafted.rounds[-2].drafted[0]
+
+
+@pytest.mark.parametrize("mode", ["text", "tokens"])
+def test_a_drafter_of_long_texts_gets_a_cache_for_this_one(mode):
+    long_word, bytewise = byte_level_tokenizer([" thecatsatonthemat"]), byte_level_tokenizer()
+    text = " thecatsatonthemat" * 20
+    target_ids, draft_ids = long_word(text).input_ids, bytewise(text).input_ids
+    assert len(draft_ids) == 18 * len(target_ids)
+    target = Target(model=TableModel.reciting(target_ids, len(long_word)), tokenizer=long_word)
+    draft, capacities = TableModel.reciting(draft_ids, len(bytewise), max_positions=1 << 30), []
+    new_cache = draft.new_cache
+
+    def noted(batch_size, capacity):
+        capacities.append(capacity)
+        return new_cache(batch_size, capacity)  # notices a token past its capacity
+
+    draft.new_cache = noted
+    drafter = CrossTokenizerDrafter(draft, bytewise, long_word, mode=mode)
+    found = SpeculativeDecoder(target, drafter, num_draft_tokens=4).generate(
+        [target_ids[:2]], max_new_tokens=18
+    )
+    assert found.token_ids == [target_ids[2:]]
+    assert len(draft_ids) > capacities[0]
+    drafted = [entry.drafted[0] for entry in found.rounds]
+    assert drafted[0] > 0 == drafted[-3]  # where the drafter's tokens no longer fit, none are
 
 
 @pytest.mark.parametrize("mode", ["text", "tokens"])

@@ -198,6 +198,31 @@ def test_exactly_as_many_tokens_are_written_as_asked_for(plain, kind):
         assert set(found.finish_reasons) == {"length"}
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "tree"])
+def test_texts_go_on_past_a_drafters_last_position_and_end_at_the_targets(kind, monkeypatch):
+    # Case A5 for every kind: 32 positions of the drafter's model, 48 of the target's.
+    monkeypatch.setattr(DRAFT_MODULE.config, "max_position_embeddings", 32)
+    monkeypatch.setattr(MODULE.config, "max_position_embeddings", 48)
+    engine = engines()[-1]
+    target = Target(model=make_model(MODULE, engine))
+    drafter = make_drafter("causal_lm" if kind == "tree" else kind, target.model, engine)
+    shape = StaticTree((2, 2, 1)) if kind == "tree" else 8
+    prompts, settings = [list(range(20, 48)), [5, 6, 7]], {"max_new_tokens": 40}
+    plain = SpeculativeDecoder(target).generate(prompts, **settings)
+    drafted = SpeculativeDecoder(target, drafter, num_draft_tokens=shape).generate(
+        prompts, **settings
+    )
+    assert drafted.token_ids == plain.token_ids
+    assert list(map(len, drafted.token_ids)) == [20, 40]
+    assert drafted.finish_reasons == plain.finish_reasons == ["context", "length"]
+    if kind not in ("prompt_lookup", "suffix_lookup", "composite", "early_exit"):
+        lengths = [29, 4]  # tokens committed in front of a round
+        for entry in drafted.rounds:
+            for row, count, accepted in zip(entry.rows, entry.drafted, entry.accepted, strict=True):
+                assert not count or lengths[row] + count - 1 <= 32
+                lengths[row] += accepted + 1
+
+
 @pytest.mark.parametrize("shape", [StaticTree((3, 2, 1)), BestFirstTree(8, num_passes=3)])
 def test_token_trees_keep_the_text_and_accept_more_than_a_chain(plain, shape):
     engine, target, texts = plain

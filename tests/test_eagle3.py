@@ -63,6 +63,26 @@ def test_greedy_text_is_the_targets_and_sampled_rows_decode_as_alone(engine, nor
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_drafting_stops_where_the_heads_positions_end(engine):
+    # Case A5: heads of other trainers are often made for shorter texts than their targets.
+    short = Eagle3Drafter(network(max_position_embeddings=24), draft_vocab=KEPT, engine=engine)
+    drafter = Eagle3Drafter(network(), draft_vocab=KEPT, engine=engine)
+    texts = [
+        SpeculativeDecoder(target(engine), one, num_draft_tokens=3).generate(
+            PROMPTS, max_new_tokens=30
+        )
+        for one in (None, drafter, short)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids == texts[2].token_ids
+    assert texts[2].stats.num_drafted < texts[1].stats.num_drafted
+    rows = {row: len(prompt) + 1 for row, prompt in enumerate(PROMPTS)}  # tokens committed
+    for entry in texts[2].rounds:
+        for row, count, accepted in zip(entry.rows, entry.drafted, entry.accepted, strict=True):
+            assert not count or rows[row] + count - 2 <= 24
+            rows[row] += accepted + 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_round_drafts_what_the_network_says_step_by_step(engine):
     """The session's caches and roll-backs against a recomputation from scratch, round by round."""
     made, seen = network(), []

@@ -110,11 +110,14 @@ def test_tokens_are_coloured_on_a_terminal_by_what_became_of_them(monkeypatch):
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     a, b, c = (TOKENIZER.get_vocab()[token] for token in "abc")
-    chunk = Chunk(0, [a, b, c], 2, 3)
+    chunk, bonus, plain = Chunk(0, [a, b, c], 2, 3), Chunk(0, [b, a], 1, 1), Chunk(0, [c], 0, 0)
     stream = Terminal()
-    terminal._Printer(TOKENIZER, stream).show(chunk)
-    green, yellow, reset = "\033[32m", "\033[33m", "\033[0m"
-    assert stream.getvalue() == f"{green}a{reset}{green}b{reset}{yellow}c{reset}"
+    printer = terminal._Printer(TOKENIZER, stream)
+    for one in (chunk, bonus, plain):
+        printer.show(one)
+    green, yellow, cyan, reset = "\033[32m", "\033[33m", "\033[36m", "\033[0m"
+    corrected = f"{green}a{reset}{green}b{reset}{yellow}c{reset}"
+    assert stream.getvalue() == f"{corrected}{green}b{reset}{cyan}a{reset}c"
     monkeypatch.setenv("NO_COLOR", "1")
     stream = Terminal()
     terminal._Printer(TOKENIZER, stream).show(chunk)

@@ -36,6 +36,11 @@ from specdec_runtime.trees import DraftTree
 
 SETTINGS = frozenset({"mode", "temperature"})
 
+# Tokens of the drafter a token of the target: a text that takes more is drafted to that point only.
+# Its positions alone would be gigabytes of cache a row for a drafter of long texts.
+_MOST_PER_TOKEN = 4
+_SPARE_TOKENS = 64
+
 
 class Mode(Enum):
     """What crosses from one tokenizer to the other; `auto`: text if all rows are greedy."""
@@ -108,7 +113,7 @@ class CrossTokenizerDrafter:
     ) -> "TextDraftSession | TokenDraftSession":
         is_text = self.mode is Mode.text or (self.mode is Mode.auto and sampler.all_greedy)
         kind = TextDraftSession if is_text else TokenDraftSession
-        return kind(self, batch_size, sampler)
+        return kind(self, batch_size, capacity, sampler)
 
 
 def load(
@@ -129,7 +134,9 @@ def load(
 class _Session:
     """The drafter's cache, kept in step with the re-encoded committed text."""
 
-    def __init__(self, drafter: CrossTokenizerDrafter, batch_size: int, sampler: Sampler) -> None:
+    def __init__(
+        self, drafter: CrossTokenizerDrafter, batch_size: int, capacity: int, sampler: Sampler
+    ) -> None:
         self._drafter = drafter
         self._model = drafter.model
         self._sampler = sampler
@@ -137,8 +144,10 @@ class _Session:
             Retokenized(drafter.tokenizer, drafter.target_tokenizer) for _ in range(batch_size)
         ]
         self._fed: list[list[int]] = [[] for _ in range(batch_size)]  # ids in the cache
-        # The same text may take more tokens here than in the target: the positions are the bound.
-        self._cache: Cache = drafter.model.new_cache(batch_size, drafter.model.max_positions)
+        most = _MOST_PER_TOKEN * capacity + _SPARE_TOKENS
+        self._capacity = min(most, drafter.model.max_positions)
+        # Behind the last position there is room for the nodes of a tree.
+        self._cache: Cache = drafter.model.new_cache(batch_size, self._capacity + capacity)
 
     def commit(self, rows: list[int], committed: list[list[int]]) -> None:
         pass  # what no longer fits the text is dropped when it is read again
@@ -184,14 +193,16 @@ class _Session:
         """Most tokens that the drafter can draft behind the row's text; 0 inside a character."""
         text = self._texts[row]
         can_draft = text.is_whole and text.draft_ids
-        return self._model.max_positions - len(text.draft_ids) + 1 if can_draft else 0
+        return self._capacity - len(text.draft_ids) + 1 if can_draft else 0
 
 
 class TextDraftSession(_Session):
     """Drafts text and re-encodes it."""
 
-    def __init__(self, drafter: CrossTokenizerDrafter, batch_size: int, sampler: Sampler) -> None:
-        super().__init__(drafter, batch_size, sampler)
+    def __init__(
+        self, drafter: CrossTokenizerDrafter, batch_size: int, capacity: int, sampler: Sampler
+    ) -> None:
+        super().__init__(drafter, batch_size, capacity, sampler)
         self._proposable = Proposable(sampler)
 
     def propose(
@@ -234,8 +245,10 @@ class TextDraftSession(_Session):
 class TokenDraftSession(_Session):
     """Draws tokens that both vocabularies have."""
 
-    def __init__(self, drafter: CrossTokenizerDrafter, batch_size: int, sampler: Sampler) -> None:
-        super().__init__(drafter, batch_size, sampler)
+    def __init__(
+        self, drafter: CrossTokenizerDrafter, batch_size: int, capacity: int, sampler: Sampler
+    ) -> None:
+        super().__init__(drafter, batch_size, capacity, sampler)
         is_real = drafter.target_ids < sampler.vocab_size
         device = drafter.model.device
         self._draft_ids = drafter.draft_ids[is_real].to(device)
