@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,6 +18,8 @@ import pytest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from specdec_runtime.model import CausalModel
 
 VOCAB_SIZE = 64
 
@@ -69,10 +72,19 @@ def pytest_runtest_call() -> None:
 
 def same_random_numbers() -> None:
     """Every fixture and every test draws the same, whatever ran before it in its process: which
-    tests those are depends on how fast the processes are."""
-    from train.rng import seed_everything
+    tests those are depends on how fast the processes are.
 
-    seed_everything(0)
+    As `train.rng.seed_everything`, without what `torch.manual_seed` keeps for a GPU that is not in
+    use: the text of the whole call stack, which took milliseconds a test.
+    """
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -103,6 +115,14 @@ def tiny_llama(seed: int, *, num_layers: int = 2, vocab_size: int = VOCAB_SIZE) 
         pad_token_id=0,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def tiny_model(seed: int, **settings: Any) -> CausalModel:
+    """`tiny_llama` in the engine that is fastest here, for tests of what is no matter of engines: a
+    pass through the code of transformers takes several times as long."""
+    from specdec_runtime.engines import make_model
+
+    return make_model(tiny_llama(seed, **settings))
 
 
 def plain_greedy(

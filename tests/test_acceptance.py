@@ -23,11 +23,10 @@ from eval.looping import distinct_ngrams, is_looping
 from eval.suites import EvalPrompt
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_runtime.hf_model import HFModel
 from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import as_target
 from specdec_runtime.verification import verify_speculative
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_model
 
 TOY_ROUNDS = 20_000
 # Standard errors at 20,000 rounds: rate 0.003, length 0.012; four of them.
@@ -175,7 +174,7 @@ def test_conditional_acceptance_divides_by_rounds_that_got_there():
 
 @pytest.fixture(scope="module")
 def target():
-    return as_target(tiny_llama(0))
+    return as_target(tiny_model(0))
 
 
 PROMPTS = [[1, *range(5 + i, 12 + 2 * i)] for i in range(4)]
@@ -187,15 +186,15 @@ def measure(target, drafter, **settings):
 
 
 def test_perfect_drafter_keeps_everything_and_useless_one_nothing(target):
-    perfect = measure(target, CausalLMDrafter(HFModel(tiny_llama(0))))
+    perfect = measure(target, CausalLMDrafter(tiny_model(0)))
     assert perfect.acceptance_rate == 1.0
-    useless = measure(target, CausalLMDrafter(HFModel(tiny_llama(7))))
+    useless = measure(target, CausalLMDrafter(tiny_model(7)))
     assert useless.acceptance_length < 1.2
     assert perfect.token_ids == useless.token_ids
 
 
 def test_sampled_acceptance_does_not_depend_on_the_batch_size(target):
-    drafter = CausalLMDrafter(HFModel(tiny_llama(1)))
+    drafter = CausalLMDrafter(tiny_model(1))
     by_one = measure(target, drafter, temperature=1.0, batch_size=1, seed=5)
     by_three = measure(target, drafter, temperature=1.0, batch_size=3, seed=5)
     assert by_one.token_ids == by_three.token_ids

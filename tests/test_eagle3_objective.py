@@ -13,7 +13,7 @@ from distill.features import FeatureFolder, record_features
 from distill.losses import LossConfig, LossName
 from distill.objectives.eagle3 import Eagle3Recipe, Eagle3Settings, make
 from distill.recipe import TargetParts
-from distill.signals import TargetHead, live_rows
+from distill.signals import TargetHead, live_rows, split_rows
 from distill.state_recipe import default_layer_ids
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.engines import Engine
@@ -46,13 +46,16 @@ def written_by(target: Target, count: int, tmp_path, *, length: int = 24, **samp
     prompts = torch.randint(3, 64, (count, PROMPT_LENGTH), generator=generator).tolist()
     decoder = SpeculativeDecoder(target)
     texts = decoder.generate(prompts, max_new_tokens=length, seed=0, eos_token_id=[], **sampling)
-    examples = []
-    for number, (prompt, text) in enumerate(zip(prompts, texts.token_ids, strict=True)):
-        ids = torch.tensor([*prompt, *text])
-        positions = torch.arange(PROMPT_LENGTH - 1, len(ids) - 1)
-        lengths = torch.tensor([len(ids)])
-        rows = live_rows(target.model, ids[None], lengths, positions, real_vocab_size=64)
-        examples.append(Example(str(number), ids, PROMPT_LENGTH, rows))
+    ids = torch.cat([torch.tensor(prompts), torch.tensor(texts.token_ids)], dim=1)
+    places = torch.arange(ids.numel()).view_as(ids)[:, PROMPT_LENGTH - 1 : -1].flatten()
+    lengths = torch.full((count,), ids.shape[1])
+    signal = live_rows(target.model, ids, lengths, places, real_vocab_size=64)
+    examples = [
+        Example(str(number), row, PROMPT_LENGTH, rows)
+        for number, (row, rows) in enumerate(
+            zip(ids, split_rows(signal, [length] * count), strict=True)
+        )
+    ]
     layers = default_layer_ids(target.model.num_layers)
     return record_features(target.model, examples, FeatureFolder(tmp_path / "features", layers))
 

@@ -9,9 +9,8 @@ from eval.report import write_report
 from eval.suites import EvalPrompt
 from eval.target_texts import Answer, TargetStates
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
-from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import as_target
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_model
 from tests.test_replay import half_right_draft
 from tests.test_report import sample_results
 
@@ -20,7 +19,7 @@ PROMPTS = [EvalPrompt("a", [1, 5, 6, 7]), EvalPrompt("b", [1, 9, 8])]
 
 @pytest.fixture(scope="module")
 def target():
-    return as_target(tiny_llama(0))
+    return as_target(tiny_model(0))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +44,7 @@ def test_the_same_drafter_is_wrong_at_all_of_them_and_the_target_at_none(target,
     prefixes = read_failures(failures)
     same, best = (
         asked_again(TargetStates(target), drafter, prefixes, name="d", num_resamples=100)
-        for drafter in (half_right_draft(), CausalLMDrafter(HFModel(tiny_llama(0))))
+        for drafter in (half_right_draft(), CausalLMDrafter(tiny_model(0)))
     )
     assert (same.num_right, best.num_right) == (0, len(prefixes))
     assert (same.right.value, best.right.value) == (0.0, 1.0)

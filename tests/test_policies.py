@@ -9,9 +9,9 @@ from eval.target_texts import Answer, TargetStates
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft_length import ConfidenceThreshold, CostAware, FixedLength
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
-from specdec_runtime.hf_model import HFModel
+from specdec_runtime.engines import make_model
 from specdec_runtime.target import as_target
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, tiny_model
 
 LONGEST = 5
 COSTS = RoundCosts(
@@ -25,12 +25,11 @@ COSTS = RoundCosts(
 @pytest.fixture(scope="module")
 def decoded():
     """A target, a drafter that is right now and then, and the target's greedy answers."""
-    model = tiny_llama(0)
-    target = as_target(model)
+    target = as_target(tiny_model(0))
     near = tiny_llama(0)
     for parameter in near.parameters():
         parameter.data.add_(0.02 * parameter.data.abs().mean())
-    drafter = CausalLMDrafter(HFModel(near))
+    drafter = CausalLMDrafter(make_model(near))
     prompts = [[3, 9, 4], [7, 7, 1, 12], [20, 5]]
     decoder = SpeculativeDecoder(target, None)
     texts = decoder.generate(prompts, max_new_tokens=40, eos_token_id=()).token_ids

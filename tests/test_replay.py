@@ -13,9 +13,10 @@ from eval.target_texts import Answer, TargetStates, target_scores
 from eval.text_rounds import TextRound
 from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_runtime.engines import make_model
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target, as_target
-from tests.conftest import VOCAB_SIZE, tiny_llama
+from tests.conftest import VOCAB_SIZE, tiny_llama, tiny_model
 
 MAX_NEW_TOKENS = 24
 PROMPTS = [[1, *range(5 + i, 12 + 2 * i)] for i in range(6)]
@@ -23,7 +24,7 @@ PROMPTS = [[1, *range(5 + i, 12 + 2 * i)] for i in range(6)]
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return as_target(tiny_llama(0))
+    return as_target(tiny_model(0))
 
 
 def half_right_draft() -> CausalLMDrafter:
@@ -32,7 +33,7 @@ def half_right_draft() -> CausalLMDrafter:
     torch.manual_seed(3)
     with torch.no_grad():
         module.lm_head.weight += 0.15 * torch.randn_like(module.lm_head.weight)
-    return CausalLMDrafter(HFModel(module))
+    return CausalLMDrafter(make_model(module))
 
 
 def reduced_vocabulary_draft() -> CausalLMDrafter:
@@ -45,8 +46,8 @@ def reduced_vocabulary_draft() -> CausalLMDrafter:
 
 
 DRAFTERS = {
-    "perfect": lambda: CausalLMDrafter(HFModel(tiny_llama(0))),
-    "useless": lambda: CausalLMDrafter(HFModel(tiny_llama(1))),
+    "perfect": lambda: CausalLMDrafter(tiny_model(0)),
+    "useless": lambda: CausalLMDrafter(tiny_model(1)),
     "half right": half_right_draft,
     "reduced vocabulary": reduced_vocabulary_draft,
     "lookup": PromptLookupDrafter,

@@ -27,10 +27,9 @@ from specdec_runtime.drafters.causal_lm import CausalLMDrafter
 from specdec_runtime.drafters.composite import CompositeDrafter
 from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.drafters.suffix_lookup import SuffixLookupDrafter
-from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target, as_target
 from specdec_runtime.verification import verify_block
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_model
 from tests.test_replay import half_right_draft
 
 LENGTH, K = 20, 3
@@ -42,7 +41,7 @@ TARGET_PROBS, DRAFT_PROBS = [0.6, 0.4], [0.8, 0.2]
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    return as_target(tiny_llama(0))
+    return as_target(tiny_model(0))
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +236,6 @@ def test_a_drafter_whose_distribution_is_not_known_is_decoded(target):
 
 def test_a_copy_of_the_target_keeps_everything(target, sampled):
     answer, known = sampled[0]
-    copy = CausalLMDrafter(HFModel(tiny_llama(0)))
+    copy = CausalLMDrafter(tiny_model(0))
     kept = keeps(TargetStates(target), copy, answer, known, temperature=1.0, max_draft_tokens=K)
     assert all(value == pytest.approx(1.0) for row in kept.survival for value in row)

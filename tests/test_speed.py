@@ -31,7 +31,7 @@ from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.stats import AcceptanceStats
 from specdec_runtime.target import as_target
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, tiny_model
 
 PROMPTS = [[1, *range(5 + i, 12 + 2 * i)] for i in range(3)]
 
@@ -182,8 +182,9 @@ def test_target_against_itself_undrafted_is_about_one(target, monkeypatch):
     assert result.acceptance_length == pytest.approx(1.0)
 
 
-def test_timed_texts_are_the_plain_texts(target, tmp_path):
-    drafters = {"useless": CausalLMDrafter(HFModel(tiny_llama(1))), "lookup": PromptLookupDrafter()}
+def test_timed_texts_are_the_plain_texts(tmp_path):
+    target = as_target(tiny_model(0))
+    drafters = {"useless": CausalLMDrafter(tiny_model(1)), "lookup": PromptLookupDrafter()}
     prompts = [EvalPrompt(str(i), ids) for i, ids in enumerate(PROMPTS)]
     lengths = {"useless": [2, 1, "auto"], "lookup": [3]}
 
