@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from specdec_runtime.sampling import Sampler, SamplingSettings
     from specdec_runtime.stats import AcceptanceStats
     from specdec_runtime.target import Target
+    from specdec_runtime.text import TextStream
 
 _HOMES = {
     "AcceptanceStats": "stats",
@@ -54,6 +55,7 @@ _HOMES = {
     "SamplingSettings": "sampling",
     "SpeculativeDecoder": "decode",
     "Target": "target",
+    "TextStream": "text",
     "load_drafter": "loading",
     "load_module": "loading",
     "load_target": "loading",

@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 
 from specdec_runtime.cache import BufferCache
 from specdec_runtime.compiled import CompiledDecoder, compiled_width
+from specdec_runtime.decoding_check import check_decoding
 from specdec_runtime.layer_access import Masks, PartialDecoder, decoder_layers, plan_pass
 from specdec_runtime.layer_kinds import BOTH, RECURRENT, checked_layer_kinds, is_recurrent
 from specdec_runtime.masks import additive, attention_mask
 from specdec_runtime.model import ModelOutput
+from specdec_runtime.positions import num_positions
 from specdec_runtime.recurrent_cache import RecurrentCache
 from specdec_runtime.recurrent_pass import forward_recurrent
 from specdec_runtime.sampling import likeliest_columns
-
-_NO_LIMIT = 1 << 30  # positions of a model whose configuration names no limit
 
 
 class HFModel:
@@ -57,14 +57,16 @@ class HFModel:
         self.num_layers = self.config.num_hidden_layers
         self._num_caching = self.num_layers - num_sharing
         decoder = module.base_model
+        if decoder is module:  # Llama 4's text model is not where its class says
+            decoder = getattr(module, "model", module)
         self.layers = decoder_layers(decoder, self.num_layers)
         self._decoder = PartialDecoder(decoder, self.num_layers, _cache_argument(decoder))
         self.hidden_size = self.config.hidden_size
-        self.max_positions = getattr(self.config, "max_position_embeddings", None) or _NO_LIMIT
-        self._compiled = self._compile() if compiled else None
-        self._check_head()
-        if self.is_recurrent:
-            self._check_recurrence()
+        self.max_positions = num_positions(self.config, type(module).__name__)
+        self._compiled: CompiledDecoder | None = None
+        check_decoding(self, _evaluating(module))
+        if compiled:
+            self._compiled = self._compile()
         if head_rows is not None:
             self._head = _sliced_head(self._head, head_rows)
         self.vocab_size = _num_rows(self._head)
@@ -274,41 +276,6 @@ class HFModel:
             )
         return CompiledDecoder(self._decoder, self.weights_device)
 
-    @torch.no_grad()
-    def _check_head(self) -> None:
-        """One token through the whole model and through decoder + head: both have to agree."""
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.weights_device)
-        with _evaluating(self.module):
-            whole = self.module(input_ids=token, use_cache=False).logits.float().to(self.device)
-            parts = self.logits_of(
-                self.module.base_model(input_ids=token, use_cache=False).last_hidden_state
-            )
-        tolerance = 1e-2 * float(whole.abs().max())  # far above rounding, far below a scale
-        if not torch.allclose(whole, parts, rtol=0.0, atol=tolerance):
-            raise ValueError(
-                f"{type(self.module).__name__} changes its head's output in a way that this "
-                "runtime does not know: decode it with transformers' own generate"
-            )
-
-    @torch.no_grad()
-    def _check_recurrence(self) -> None:
-        """A text at once and in two parts, the second fed twice: all have to agree."""
-        text = torch.tensor([[0, 1, 2, 3]])
-        whole = self.forward(text, self.new_cache(1, 4)).logits
-        cache = self.new_cache(1, 4)
-        self.forward(text[:, :1], cache)
-        for _ in range(2):
-            parts = self.forward(text[:, 1:], cache).logits
-            cache.truncate([1])
-        assert whole is not None
-        assert parts is not None
-        tolerance = 1e-2 * float(whole.abs().max())
-        if not torch.allclose(whole[:, 1:], parts, rtol=0.0, atol=tolerance):
-            raise ValueError(
-                f"{type(self.module).__name__} keeps a state that this runtime cannot roll back: "
-                "decode it with transformers' own generate"
-            )
-
 
 def _cache_argument(decoder: nn.Module) -> str:
     """What the decoder's forward calls its cache."""
@@ -318,7 +285,12 @@ def _cache_argument(decoder: nn.Module) -> str:
             f"{type(decoder).__name__} takes no position_ids, which rows of different lengths "
             "need: expected a decoder with rotary or learned positions"
         )
-    return "cache" if "cache" in names else "past_key_values"  # renamed in 5.2x
+    for name in ("cache", "past_key_values"):  # renamed in 5.2x
+        if name in names:
+            return name
+    raise ValueError(
+        f"{type(decoder).__name__} takes no cache: decode it with transformers' own generate"
+    )
 
 
 def _sliced_head(head: Any, rows: Tensor) -> nn.Linear:

@@ -3,6 +3,10 @@
 import pytest
 import torch
 from transformers import (
+    BartConfig,
+    BartForCausalLM,
+    BertGenerationConfig,
+    BertGenerationDecoder,
     CohereConfig,
     CohereForCausalLM,
     FalconConfig,
@@ -15,10 +19,16 @@ from transformers import (
     GPT2LMHeadModel,
     GraniteConfig,
     GraniteForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3NextConfig,
@@ -27,9 +37,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.masks import attention_mask
-from tests.conftest import tiny_llama
+from tests.conftest import plain_greedy, tiny_llama
+from tests.table_model import ScriptedDrafter
 
 SHAPE = {
     "vocab_size": 64,
@@ -59,6 +71,16 @@ def make(kind):
         ),
         "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPE, **heads, **MIXED)),
         "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=8)),
+        "llama4": lambda: Llama4ForCausalLM(
+            Llama4TextConfig(
+                **SHAPE,
+                **heads,
+                intermediate_size_mlp=64,
+                num_local_experts=2,
+                attention_chunk_size=8,
+                layer_types=["chunked_attention", "full_attention"],
+            )
+        ),
         "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, **heads)),
         "cohere": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)),
         "granite": lambda: GraniteForCausalLM(GraniteConfig(**SHAPE, logits_scaling=4.0)),
@@ -70,7 +92,8 @@ def make(kind):
     return models[kind]().eval()
 
 
-KINDS = ["llama", "gemma2", "gemma3", "mistral", "qwen3", "cohere", "granite", "gpt2", "falcon"]
+KINDS = ["llama", "gemma2", "gemma3", "mistral", "llama4", "qwen3", "cohere", "granite"]
+KINDS += ["gpt2", "falcon"]
 
 
 def assert_close(actual, expected):
@@ -230,11 +253,71 @@ def test_masks_follow_windows_and_chunks():
             ),
             "Qwen3NextForCausalLM has recurrent layers only",
         ),
+        (
+            lambda: BertGenerationDecoder(  # reads in both directions unless is_decoder is set
+                BertGenerationConfig(**SHAPE)
+            ),
+            "BertGenerationDecoder .*looks ahead",
+        ),
+        (
+            lambda: BartForCausalLM(  # what transformers makes of an encoder-decoder's folder
+                BartConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2)
+            ),
+            "BartDecoder.* takes no position_ids",
+        ),
+        (
+            lambda: OpenAIGPTLMHeadModel(
+                OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=128)
+            ),
+            "OpenAIGPTModel takes no cache",
+        ),
     ],
 )
 def test_what_cannot_be_rolled_back_is_refused_by_name(module, named):
     with pytest.raises(ValueError, match=named):
         HFModel(module())
+
+
+class Hoarding(torch.nn.Module):
+    """An attention layer's output, and a bit of what it gave at its last call."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+        self.last = 0.0
+
+    def forward(self, *args, **kwargs):
+        output, *rest = self.attention(*args, **kwargs)
+        seen, self.last = self.last, output[:, -1:].detach()
+        return output + 0.1 * seen, *rest
+
+
+def test_a_state_that_no_configuration_names_is_found():
+    module = make("llama")
+    module.model.layers[1].self_attn = Hoarding(module.model.layers[1].self_attn)
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM (changes its|keeps a state)"):
+        HFModel(module)
+
+
+def test_texts_end_where_longrope_changes_its_frequencies():
+    """transformers reads everything anew there; a draft across it, or rows on both sides, would
+    mix keys of two kinds."""
+    torch.manual_seed(0)
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope |= {"rope_theta": 100.0, "original_max_position_embeddings": 32}
+    config = Phi3Config(**SHAPE, original_max_position_embeddings=32, rope_parameters=rope)
+    module = Phi3ForCausalLM(config).eval()
+    module.generation_config.eos_token_id = config.eos_token_id = None
+    with pytest.warns(UserWarning, match=r"Phi3ForCausalLM .*32 tokens.*\(longrope\).*not at 128"):
+        model = HFModel(module)
+    prompts = [[5, 6, 7, 8, 9, 10], [*range(20, 46)]]
+    texts = [prompt + plain_greedy(module, [prompt], 32 - len(prompt))[0] for prompt in prompts]
+    drafter = ScriptedDrafter.knowing(texts, kind="half-right", wrong=63)
+    found = SpeculativeDecoder(model, drafter, num_draft_tokens=5).generate(
+        prompts, max_new_tokens=40
+    )
+    assert [a + b for a, b in zip(prompts, found.token_ids, strict=True)] == texts
+    assert found.finish_reasons == ["context", "context"]
 
 
 def test_attention_without_masks_is_refused_with_the_remedy():

@@ -13,6 +13,7 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    T5Config,
 )
 
 from specdec_runtime.decode import SpeculativeDecoder
@@ -157,6 +158,15 @@ def test_a_multimodal_target_is_refused_by_name():
     )
     with pytest.raises(ValueError, match="LlavaForConditionalGeneration is multimodal"):
         HFModel(module)
+
+
+@pytest.mark.parametrize("config", [T5Config(), LlavaConfig()])
+def test_folders_of_other_architectures_are_refused_by_name(config, tmp_path):
+    config.save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()  # is not opened
+    with pytest.raises(ValueError, match=f"no model can be loaded .*{type(config).__name__}"):
+        load_target(tmp_path)
 
 
 def test_a_target_in_bfloat16_with_a_drafter_in_float32(folder):
