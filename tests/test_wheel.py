@@ -89,6 +89,7 @@ print(train.cli.__file__)
 """
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_starts_from_any_folder_with_overrides_and_own_experiments(
     wheel: Path, tmp_path: Path
 ):
