@@ -60,10 +60,17 @@ def written_by(target: Target, count: int, tmp_path, *, length: int = 24, **samp
     return record_features(target.model, examples, FeatureFolder(tmp_path / "features", layers))
 
 
-def train(recipe: Eagle3Recipe, batch: Batch, steps: int, loss: LossName) -> None:
+def train(
+    recipe: Eagle3Recipe,
+    batch: Batch,
+    steps: int,
+    loss: LossName,
+    *,
+    learning_rate: float = 3e-3,
+) -> None:
     objective = recipe.objective(LossConfig(name=loss))
     trained = [p for p in recipe.module.parameters() if p.requires_grad]
-    optimizer = torch.optim.Adam(trained, lr=3e-3)
+    optimizer = torch.optim.Adam(trained, lr=learning_rate)
     for _ in range(steps):
         optimizer.zero_grad()
         terms = objective(recipe.module, batch)
@@ -162,7 +169,7 @@ def test_wiring_gate_one_conversation_is_learnt_by_heart_and_fully_accepted(targ
     example = written_by(target, 1, tmp_path, length=40)[0]
     recipe.put_start(recipe.solve_start([example]))
     batch = collate([example])
-    train(recipe, batch, 100, LossName.hard_labels)
+    train(recipe, batch, 40, LossName.hard_labels, learning_rate=0.01)
     counts = recipe.objective(LossConfig())(recipe.module.eval(), batch).counts
     agreement = float(counts["greedy_agreement"][0] / counts["greedy_agreement"][1])
     drafter = recipe.drafter(engine=Engine.eager)

@@ -38,7 +38,7 @@ PROMPTS = [[1, *range(5 + i, 12 + 2 * i)] for i in range(3)]
 
 @pytest.fixture(scope="module")
 def target():
-    return as_target(tiny_llama(0))
+    return as_target(tiny_model(0))
 
 
 def timings(seconds: list[list[float]], tokens: int = 10) -> list[list[Timing]]:
@@ -182,8 +182,7 @@ def test_target_against_itself_undrafted_is_about_one(target, monkeypatch):
     assert result.acceptance_length == pytest.approx(1.0)
 
 
-def test_timed_texts_are_the_plain_texts(tmp_path):
-    target = as_target(tiny_model(0))
+def test_timed_texts_are_the_plain_texts(target, tmp_path):
     drafters = {"useless": CausalLMDrafter(tiny_model(1)), "lookup": PromptLookupDrafter()}
     prompts = [EvalPrompt(str(i), ids) for i, ids in enumerate(PROMPTS)]
     lengths = {"useless": [2, 1, "auto"], "lookup": [3]}
@@ -274,7 +273,7 @@ def test_costs_do_not_see_that_the_machine_gets_slower(target, monkeypatch):
     clock = Clock()
     on_clock(monkeypatch, clock, target.model, 0.02, another_token=0.1)
     bare = [1.0 + 0.1 * k for k in range(5)]
-    copy = CausalLMDrafter(HFModel(tiny_llama(0)))
+    copy = CausalLMDrafter(tiny_model(0))
     [result] = measure_costs(target, {"d": copy}, PROMPTS, max_draft_tokens=4, pass_s=bare)
     assert clock.now > 1.1 * clock.busy  # it did
     assert result.costs.verify == pytest.approx(bare, abs=0.01)
@@ -296,7 +295,8 @@ def test_a_mean_of_costs_sees_both_kinds_of_rounds_and_no_outlier():
     assert trimmed_mean([0.1]) == 0.1
 
 
-def test_fastest_plain_decoder_is_the_baseline(target):
+def test_fastest_plain_decoder_is_the_baseline():
+    target = as_target(tiny_llama(0))
     reference = Reference(target)
     assert set(plain_decoders(target, reference)) == {
         own_decoder(target),
