@@ -1,6 +1,7 @@
 """A tiny target, drafters for it of each kind, and exported folders, as the export tests use them."""
 
 import copy
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -38,6 +39,12 @@ def toy_tokenizer():
 
 def toy_llama(num_layers: int = 8) -> LlamaForCausalLM:
     """Random weights of a fixed seed, with a head size that every engine's attention takes."""
+    return copy.deepcopy(_toy_llama(num_layers))
+
+
+@cache
+def _toy_llama(num_layers: int) -> LlamaForCausalLM:
+    """Drawing the weights takes several times as long as copying them."""
     config = LlamaConfig(
         vocab_size=len(toy_tokenizer()),
         hidden_size=128,

@@ -22,6 +22,7 @@ from distill.prompts import Prompt
 from distill.signals import NoSignal, live_rows
 from distill.templates import ChatTemplate
 from distill.writer import Request, Writer
+from specdec_runtime.engines import make_model
 from specdec_runtime.file_lock import exclusive
 from specdec_runtime.hf_model import HFModel
 from specdec_runtime.target import Target
@@ -33,24 +34,30 @@ EOS = 2
 SETTINGS = AnswersConfig(max_new_tokens=9, batch_size=4, shard_tokens=40)
 
 
-class CountingModel(HFModel):
-    """Notes how many rows each pass has, and that a pass was made at all."""
+def counting(model):
+    """The model, which notes in `passes` how many rows each pass has, and that one was made."""
+    model.passes, forward = [], model.forward
 
-    def __init__(self, module):
-        super().__init__(module)
-        self.passes = []
+    def noted(token_ids, cache, **arguments):
+        model.passes.append(tuple(token_ids.shape))
+        return forward(token_ids, cache, **arguments)
 
-    def forward(self, token_ids, cache, **arguments):
-        self.passes.append(tuple(token_ids.shape))
-        return super().forward(token_ids, cache, **arguments)
+    model.forward = noted
+    return model
 
 
 @pytest.fixture(scope="module")
-def target():
-    byte_tokenizer = tokenizer(CHATML)
-    module = tiny_llama(3, vocab_size=len(byte_tokenizer))
+def module():
+    return tiny_llama(3, vocab_size=len(tokenizer(CHATML)))
+
+
+@pytest.fixture(scope="module")
+def target(module):
     return Target(
-        model=CountingModel(module), tokenizer=byte_tokenizer, fingerprint="f", eos_token_ids=(EOS,)
+        model=counting(make_model(module)),
+        tokenizer=tokenizer(CHATML),
+        fingerprint="f",
+        eos_token_ids=(EOS,),
     )
 
 
@@ -80,14 +87,21 @@ def test_every_prompt_is_answered_once_and_in_order(undisturbed, prompts, target
         assert new[-1] == EOS or len(new) == SETTINGS.max_new_tokens
 
 
-def test_greedy_answers_are_the_plain_greedy_text(undisturbed, target):
+def test_greedy_answers_are_the_plain_greedy_text(undisturbed, module):
     greedy = [answer for answer in undisturbed.answers if answer.temperature == 0.0]
     assert 2 <= len(greedy) <= 14  # half of 16, give or take 3 standard deviations
     for answer in greedy:
         ids = answer.token_ids.tolist()
         for position in range(answer.prompt_length, len(ids)):
-            logits = target.model.module(torch.tensor([ids[:position]])).logits[0, -1]
+            logits = module(torch.tensor([ids[:position]])).logits[0, -1]
             assert int(logits.argmax()) == ids[position]
+
+
+def test_the_code_of_transformers_writes_the_same_answers(
+    undisturbed, module, target, prompts, tmp_path
+):
+    eager = dataclasses.replace(target, model=HFModel(module))
+    assert texts(write_answers(eager, prompts, SETTINGS, tmp_path)) == texts(undisturbed)
 
 
 def test_the_signal_is_what_the_target_says_at_the_positions_that_carry_loss(undisturbed, target):
@@ -394,12 +408,12 @@ def test_answers_written_with_a_drafter_are_the_targets(
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
-def test_top_p_writes_from_the_nucleus_alone(target, top_p):
+def test_top_p_writes_from_the_nucleus_alone(target, module, top_p):
     prompt = target.tokenizer("sample").input_ids
     writer = Writer(target, batch_size=200, max_new_tokens=1, stop_ids=[EOS], top_p=top_p)
     requests = [Request(key, prompt, 1.0, 500 + key) for key in range(400)]
     drawn = [text.token_ids[0] for text in writer.write(requests, longest_prompt=len(prompt))]
-    probs = target.model.module(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    probs = module(torch.tensor([prompt])).logits[0, -1].softmax(-1)
     descending = probs.sort(descending=True)
     before = descending.values.cumsum(0) - descending.values
     nucleus = descending.indices[before < 0.6].tolist()
@@ -407,18 +421,18 @@ def test_top_p_writes_from_the_nucleus_alone(target, top_p):
     assert len(set(drawn)) > 1
 
 
-def first_token_frequencies(target, temperature, count):
+def first_token_frequencies(target, module, temperature, count):
     prompt = target.tokenizer("sample").input_ids
     writer = Writer(target, batch_size=200, max_new_tokens=1, stop_ids=[EOS])
     requests = [Request(key, prompt, temperature, 10_000 + key) for key in range(count)]
     drawn = [text.token_ids[0] for text in writer.write(requests, longest_prompt=len(prompt))]
-    logits = target.model.module(torch.tensor([prompt])).logits[0, -1]
+    logits = module(torch.tensor([prompt])).logits[0, -1]
     return torch.bincount(torch.tensor(drawn), minlength=len(logits)) / count, logits
 
 
-def test_sampled_tokens_follow_the_targets_distribution(target):
+def test_sampled_tokens_follow_the_targets_distribution(target, module):
     count = 1000
-    found, logits = first_token_frequencies(target, 1.0, count)
+    found, logits = first_token_frequencies(target, module, 1.0, count)
     for temperature, fits in ((1.0, True), (2.0, False)):
         expected = (logits / temperature).softmax(-1)
         # Every token within 4.5 standard errors: a right sampler fails once in about 600 seeds.

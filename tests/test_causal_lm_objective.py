@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from distill.adapters import LoraSettings
@@ -43,10 +44,11 @@ KEPT = 40  # tokens of the draft vocabulary
 def _examples(target: PreTrainedModel, count: int = 24) -> list[Example]:
     """Random texts with the target's true signal."""
     generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 64, (12 + n % 5,), generator=generator) for n in range(count)]
+    last = target.model(input_ids=pad_sequence(texts, batch_first=True)).last_hidden_state
     examples = []
-    for number in range(count):
-        ids = torch.randint(3, 64, (12 + number % 5,), generator=generator)
-        hidden = target.model(input_ids=ids[None]).last_hidden_state[0, PROMPT_LENGTH - 1 : -1]
+    for number, ids in enumerate(texts):
+        hidden = last[number, PROMPT_LENGTH - 1 : len(ids) - 1]
         logits = target.lm_head(hidden)
         rows = TargetRows(hidden, logits.logsumexp(-1), logits.argmax(-1))
         examples.append(Example(str(number), ids, PROMPT_LENGTH, rows))

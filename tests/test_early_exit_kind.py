@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from distill.batches import BatchStream, Example
@@ -45,10 +46,11 @@ def target(module: PreTrainedModel, request: pytest.FixtureRequest) -> Target:
 @torch.no_grad()
 def examples_of(module: PreTrainedModel, count: int = 60) -> list[Example]:
     generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(3, 64, (12 + n % 5,), generator=generator) for n in range(count)]
+    states = module.model(input_ids=pad_sequence(texts, batch_first=True)).last_hidden_state
     found = []
-    for number in range(count):
-        ids = torch.randint(3, 64, (12 + number % 5,), generator=generator)
-        hidden = module.model(input_ids=ids[None]).last_hidden_state[0, 3:-1]
+    for number, ids in enumerate(texts):
+        hidden = states[number, 3 : len(ids) - 1]
         logits = module.lm_head(hidden)
         rows = TargetRows(hidden, logits.logsumexp(-1), logits.argmax(-1))
         found.append(Example(str(number), ids, 4, rows))
