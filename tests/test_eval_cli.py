@@ -30,7 +30,7 @@ from specdec_runtime.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_runtime.formats import DrafterManifest, TargetRecord, write_drafter
 from specdec_runtime.target import as_target
 from specdec_runtime.tiny_target import byte_tokenizer, random_llama
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, tiny_model
 
 SMALL = {
     "num_prompts": 2,
@@ -352,7 +352,7 @@ def test_nothing_to_evaluate_is_a_clear_error():
 
 
 def test_drafter_without_proposals_is_n_a_and_one_prompt_has_no_interval():
-    target = as_target(tiny_llama(0))
+    target = as_target(tiny_model(0))
     silent = PromptLookupDrafter(min_ngram=50, max_ngram=50)
     config = EvaluationConfig(**SMALL | NOTHING_EXTRA | {"reference_prompts": 0})
     results = evaluate(target, {"silent": silent}, {"s": [[1, 5, 6]]}, config, stage=silent_stage)
