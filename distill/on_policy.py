@@ -32,7 +32,7 @@ from distill.signals import NoSignal
 from specdec_runtime.decode import SpeculativeDecoder
 from specdec_runtime.draft import Draft, DraftSession, TargetSharing
 from specdec_runtime.draft_length import LengthRound
-from specdec_runtime.model import Cache
+from specdec_runtime.model import Cache, CausalModel
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.target import Target
 
@@ -311,6 +311,6 @@ class _RecordingSession:
 class _SharingSession(_RecordingSession):
     """Of a drafter that works on the target's own cache."""
 
-    def share(self, cache: Cache) -> None:
+    def share(self, model: CausalModel, cache: Cache) -> None:
         assert isinstance(self._session, TargetSharing)
-        self._session.share(cache)
+        self._session.share(model, cache)

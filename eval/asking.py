@@ -46,7 +46,7 @@ def asked_along(
     session = drafter.begin(1, capacity, _greedy_sampler(target, answer))
     cache = target.model.new_cache(1, capacity)
     if isinstance(session, TargetSharing):
-        session.share(cache)
+        session.share(target.model, cache)
     read = states.residuals(answer, drafter.hidden_layers)
     known = 0  # states that the session has been given
     for position in range(1, len(answer.token_ids)):

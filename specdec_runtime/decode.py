@@ -220,8 +220,9 @@ class _Decoding:
             self.session = decoder.drafter.begin(batch_size, capacity, self.sampler)
             self.plan = setting.begin(batch_size, self.session)
             hidden_layers = decoder.drafter.hidden_layers
+            _check_layers(hidden_layers, model)
             if isinstance(self.session, TargetSharing):
-                self.session.share(self.cache)
+                self.session.share(model, self.cache)
         self.verifier = Verifier(
             model,
             self.cache,
@@ -316,6 +317,15 @@ class _Decoding:
             seconds=time.perf_counter() - self.started,
             tokenizer=self.target.tokenizer,
             excess_chars=[ending.excess_chars for ending in endings if ending],
+        )
+
+
+def _check_layers(hidden_layers: tuple[int, ...], model: CausalModel) -> None:
+    wrong = [k for k in hidden_layers if not -1 <= k <= model.num_layers]
+    if wrong:
+        raise ValueError(
+            f"the drafter reads hidden states after {wrong[0]} layers, the target has "
+            f"{model.num_layers}: expected a drafter made for this target"
         )
 
 

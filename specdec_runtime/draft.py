@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec_runtime.draft_length import LengthRound
-from specdec_runtime.model import Cache, right_padded
+from specdec_runtime.model import Cache, CausalModel, right_padded
 from specdec_runtime.sampling import Sampler
 from specdec_runtime.tree_growth import TreeShape
 from specdec_runtime.trees import DraftTree
@@ -82,8 +82,12 @@ class TreeSession(DraftSession, Protocol):
 class TargetSharing(Protocol):
     """A session that runs on the target's own cache (self-speculation)."""
 
-    def share(self, cache: Cache) -> None:
-        """Take the target's cache of this batch; called once, in front of the prefill."""
+    def share(self, model: CausalModel, cache: Cache) -> None:
+        """Take the target's model and its cache of this batch; called once, before the prefill.
+
+        Raises:
+            ValueError: if the drafter was made of another model.
+        """
 
 
 class Drafter(Protocol):

@@ -385,6 +385,19 @@ def test_a_drafter_in_training_takes_over_its_weights_on_refresh():
     assert module.training
 
 
+def test_an_early_exit_of_another_model_and_layers_that_it_lacks_are_refused():
+    # Its layers would stand in for the target's own: the text would be that of neither.
+    target, other = HFModel(MODULE), EarlyExitDrafter(HFModel(DRAFT_MODULE), exit_layer=1)
+    with pytest.raises(ValueError, match="made of another model than the target"):
+        SpeculativeDecoder(target, other).generate([[5, 6]], max_new_tokens=4)
+    again = EarlyExitDrafter(HFModel(MODULE), exit_layer=1)  # the same weights, wrapped again
+    assert SpeculativeDecoder(target, again).generate([[5, 6]], max_new_tokens=4).rounds
+    reader = ScriptedDrafter(lambda prefix, position: 5)
+    reader.hidden_layers = (1, 3)
+    with pytest.raises(ValueError, match="hidden states after 3 layers, the target has 2"):
+        SpeculativeDecoder(target, reader).generate([[5, 6]], max_new_tokens=4)
+
+
 @pytest.mark.parametrize("exit_layer", [0, 2])
 def test_an_exit_outside_the_model_is_refused(exit_layer):
     with pytest.raises(ValueError, match=f"exit_layer is {exit_layer}, expected 1 to 1"):

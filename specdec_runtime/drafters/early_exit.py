@@ -134,7 +134,16 @@ class EarlyExitSession:
         self._vocab = DraftVocabulary(drafter.draft_vocab, drafter.model, sampler.vocab_size)
         self._cache: Cache | None = None
 
-    def share(self, cache: Cache) -> None:
+    def share(self, model: CausalModel, cache: Cache) -> None:
+        own = self._model
+        is_own = own is model
+        if isinstance(own, HFModel) and isinstance(model, HFModel):
+            is_own = own.module is model.module  # two wrappers of one module run the same weights
+        if not is_own:
+            raise ValueError(
+                "this early exit was made of another model than the target, whose layers cannot "
+                "stand in for its own: make it with load_drafter, or of target.model"
+            )
         self._cache = cache
 
     def propose(

@@ -146,7 +146,7 @@ def proposals(
     session = drafter.begin(1, capacity, sampler)
     cache = target.model.new_cache(1, capacity)
     if isinstance(session, TargetSharing):
-        session.share(cache)
+        session.share(target.model, cache)
     lengths = FixedLength(num_draft_tokens).begin(1)
     found, seen = [], 0
     for end in range(max(2, len(prompt) - tail), len(tokens) + 1):
