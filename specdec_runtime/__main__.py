@@ -1,6 +1,7 @@
 """`python -m specdec_runtime`: stream a text in the terminal and see which tokens were drafted."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the text has gone, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,7 @@
 """`python -m specdec_runtime`: text on standard output, the rest on standard error."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,15 @@ def test_mistakes_end_in_one_line_and_a_code(folders, capsys, arguments, message
     assert text == ""
     assert re.search(f"^error: .*({message})", errors)
     assert len(errors.splitlines()) == 1
+
+
+def test_a_reader_that_has_gone_ends_the_text_without_a_word(folders, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main([folders[0], "the cat", "--max-new-tokens", "4", "--drafter", "none"]) == 141
+    assert "Error" not in capsys.readouterr().err
 
 
 def test_tokens_are_coloured_on_a_terminal_by_what_became_of_them(monkeypatch):
