@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SPREAD = "spread"  # in place of a device: over all that there are
 
@@ -42,6 +43,7 @@ def load_module(
     else:
         arguments["use_safetensors"] = True  # what else there is are pickles: loading one runs code
         arguments["ignore_mismatched_sizes"] = True  # reported, and an error below that names them
+        _refuse_other_kinds(name, revision)
     if device == SPREAD:
         arguments.setdefault("device_map", "auto")
     chosen = _chosen_device(device)
@@ -76,6 +78,20 @@ def load_module(
     if dtype == "auto" and is_cuda and module.dtype == torch.float32:
         module.to(dtype=torch.bfloat16)
     return module.eval()
+
+
+def _refuse_other_kinds(name: str | Path, revision: str | None) -> None:
+    """Of an encoder-decoder transformers would take half, and of the rest it names only a class."""
+    try:
+        config, _ = PretrainedConfig.get_config_dict(name, revision=revision or "main")
+    except OSError:
+        return  # nothing there: loading says so
+    kind = config.get("model_type")
+    if config.get("is_encoder_decoder"):
+        raise ValueError(f"{name} is an encoder-decoder model ({kind}): expected a decoder-only LM")
+    has_other_input = "vision_config" in config or "audio_config" in config
+    if has_other_input and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ValueError(f"{name} is a multimodal model ({kind}): load its text model alone")
 
 
 def load_tokenizer(name: str | Path, *, revision: str | None = None) -> Any:
