@@ -263,7 +263,7 @@ def test_masks_follow_windows_and_chunks():
             lambda: BartForCausalLM(  # what transformers makes of an encoder-decoder's folder
                 BartConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2)
             ),
-            "BartDecoder.* takes no position_ids",
+            "BartDecoder.* has no list of",
         ),
         (
             lambda: OpenAIGPTLMHeadModel(
