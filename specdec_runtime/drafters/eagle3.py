@@ -53,13 +53,13 @@ class Eagle3Drafter(StateDrafter):
         if isinstance(self.model, NativeModel):
             self._fusion = NativeLinear(decoder.fc, list(decoder.fc_norm))  # type: ignore[arg-type]
 
-    @torch.no_grad()
     def fuse(self, features: Tensor) -> Tensor:
         """[..., A * D] states of the target -> [..., D] float32."""
         if isinstance(self._fusion, NativeLinear):
             return self._fusion(features)
         weight = self.network.model.fc.weight
-        return self._fusion(features.to(device=weight.device, dtype=weight.dtype)).float()
+        with torch.no_grad():
+            return self._fusion(features.to(device=weight.device, dtype=weight.dtype)).float()
 
     def begin(self, batch_size: int, capacity: int, sampler: Sampler) -> "Eagle3Session":
         return Eagle3Session(self, batch_size, capacity, sampler)

@@ -27,7 +27,6 @@ class NativeLinear:
         self._norm_weights = [padded_vector(norm.weight) for norm in norms]
         self._norms = (c_void_p * len(norms))(*map(abi.pointer, self._norm_weights))
 
-    @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.to(torch.float32).reshape(-1, self._inputs).contiguous()
         product = torch.empty(len(rows), self._outputs)
